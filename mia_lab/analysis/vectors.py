@@ -1,0 +1,103 @@
+"""Steering vectors: one direction a layer, in units of the model's mean centred residual norm."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..errors import EditError
+
+PAIR_KEYS = (("positive", "negative"), ("chosen", "rejected"), ("pos", "neg"))
+
+
+@dataclass(frozen=True, eq=False)
+class Vector:
+    """Directions for edits. Coefficient 1.0 adds, at each layer, one mean centred norm of the stream there.
+
+    rows `[layer d_model]` float32, already scaled to that norm; raw_norms and unit `[layer]`: the norm before scaling
+    and the norm that 1.0 stands for.
+    """
+
+    kind: str
+    layers: tuple[int, ...]
+    rows: torch.Tensor
+    raw_norms: torch.Tensor
+    unit: torch.Tensor
+    method: str = "mean_diff"
+
+    def __getitem__(self, key: int | slice | Sequence[int]) -> Vector:
+        """The vector at one layer, a slice of layer numbers, or a list of them."""
+        if isinstance(key, slice):
+            if key.step not in (None, 1):
+                raise EditError("a slice of layers has no step")
+            wanted = [l for l in self.layers if (key.start is None or l >= key.start) and (key.stop is None or l < key.stop)]
+        else:
+            wanted = [key] if isinstance(key, int) else list(key)
+        absent = [layer for layer in wanted if layer not in self.layers]
+        if absent or not wanted:
+            asked = f"layer {absent[0]}" if absent else f"layers {key.start} to {key.stop}"
+            raise EditError(f"the vector has no {asked}; it has layers {list(self.layers)}")
+        index = [self.layers.index(layer) for layer in wanted]
+        return replace(self, layers=tuple(wanted), rows=self.rows[index], raw_norms=self.raw_norms[index], unit=self.unit[index])
+
+    def __mul__(self, factor: float) -> Vector:
+        return replace(self, rows=self.rows * float(factor))
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Vector:
+        return self * -1.0
+
+    def __add__(self, other: Vector) -> Vector:
+        if not isinstance(other, Vector):
+            return NotImplemented
+        if (other.kind, other.layers) != (self.kind, self.layers):
+            raise EditError(f"cannot add a vector at {other.kind} {list(other.layers)} to one at {self.kind} {list(self.layers)}")
+        return replace(self, rows=self.rows + other.rows, method=f"{self.method}+{other.method}")
+
+    def __sub__(self, other: Vector) -> Vector:
+        return self + (-other)
+
+    def __repr__(self) -> str:
+        span = f"layer {self.layers[0]}" if len(self.layers) == 1 else f"{len(self.layers)} layers ({self.layers[0]} to {self.layers[-1]})"
+        share = (self.raw_norms / self.unit).tolist()
+        return (f"Vector: {self.method} at {self.kind}, {span}, d_model {self.rows.shape[-1]}\n"
+                f"  raw norm is {min(share):.2g} to {max(share):.2g} of the mean centred norm")
+
+
+def read_pairs(pairs: Iterable) -> tuple[list, list]:
+    """Return (positives, negatives) from tuples, dicts with known keys, or anything that yields these.
+
+    Raises EditError for an unknown form or an empty set.
+    """
+    positive, negative = [], []
+    for i, pair in enumerate(pairs):
+        if isinstance(pair, Mapping):
+            names = next((names for names in PAIR_KEYS if set(names) <= set(pair)), None)
+            if names is None:
+                raise EditError(f"pair {i} has the keys {sorted(pair)}; a pair needs {' or '.join(map(str, PAIR_KEYS))}")
+            pair = (pair[names[0]], pair[names[1]])
+        try:
+            one, other = pair
+        except (TypeError, ValueError):
+            raise EditError(f"pair {i} is not (positive, negative): {pair!r}") from None
+        positive.append(one)
+        negative.append(other)
+    if not positive:
+        raise EditError("a vector needs at least one pair")
+    return positive, negative
+
+
+def mean_difference(positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
+    """Return the mean over prompts of positive minus negative, `[layer d_model]`, from `[prompt layer d_model]`.
+
+    Source: Contrastive Activation Addition, arXiv 2312.06681. Sums in float64.
+    """
+    return (positive.double().mean(0) - negative.double().mean(0)).float()
+
+
+def centred_norm(rows: torch.Tensor) -> torch.Tensor:
+    """Return E|h - mean h| per layer, `[layer]`, from rows `[row layer d_model]`."""
+    rows = rows.double()
+    return (rows - rows.mean(0)).norm(dim=-1).mean(0).float()

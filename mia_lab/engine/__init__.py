@@ -1,0 +1,1 @@
+"""What runs inside vLLM. Read plugin, worker, taps, tables, router, courier, then cachekey and scheduler."""

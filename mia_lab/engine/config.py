@@ -1,0 +1,87 @@
+"""What an engine was asked to tap, read from `VllmConfig.additional_config`, and what is refused beside it."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UnsupportedError
+from .wire import KEY
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+ARENA_BYTES = 256 << 20
+BANK_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The opt-in. `sites` are (kind, layer) pairs; `edits` the enabled edit kinds; 0 rows means choose."""
+
+    sites: tuple[tuple[str, int], ...]
+    edits: tuple[str, ...] = ("add",)
+    max_captured_tokens: int = 0
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> EngineOptions | None:
+        """Return the options of an engine that opted in, else None."""
+        raw: Any = (vllm_config.additional_config or {}).get(KEY) if isinstance(vllm_config.additional_config, dict) else None
+        if raw is None:
+            return None
+        return cls(tuple((str(kind), int(layer)) for kind, layer in raw["sites"]), tuple(raw.get("edits", ("add",))),
+                   int(raw.get("max_captured_tokens", 0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large the fixed tables are. Both the scheduler's and the worker's process derive them from the config."""
+
+    tokens: int  # rows of one engine step, at most
+    programs: int
+    plans: int
+    bank_rows: int
+    captured_tokens: int  # rows that one step's half of the arena holds with every site captured
+    width: int
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, options: EngineOptions) -> Sizes:
+        """Return the sizes for one engine; raises UnsupportedError when a table cannot be addressed."""
+        model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+        width = model.get_hidden_size()
+        row_bytes = len(options.sites) * width * model.dtype.itemsize
+        budget = max(scheduler.max_num_seqs, ARENA_BYTES // (2 * row_bytes))
+        rows = min(options.max_captured_tokens or budget, scheduler.max_num_batched_tokens)
+        if 2 * rows * len(options.sites) * width >= 1 << 31:
+            raise UnsupportedError(f"max_captured_tokens={rows} needs an arena of {2 * rows * row_bytes >> 20} MiB, "
+                                   f"more than 2^31 values; ask for fewer rows or points")
+        bank = min(scheduler.max_num_seqs * len(options.sites), BANK_BYTES // (width * 4)) if options.edits else 1
+        return cls(scheduler.max_num_batched_tokens, 4 * scheduler.max_num_seqs, 64, max(bank, len(options.sites)),
+                   rows, width)
+
+
+def refuse_unsupported(vllm_config: VllmConfig, sizes: Sizes) -> None:
+    """Raise UnsupportedError when an engine option would make results wrong or is untested, naming the flag."""
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    checks = [
+        (parallel.tensor_parallel_size > 1, "tensor parallelism is untested", "tensor_parallel_size=1"),
+        (parallel.pipeline_parallel_size > 1, "each pipeline stage owns other layers", "pipeline_parallel_size=1"),
+        (parallel.data_parallel_size > 1, "data parallelism is untested", "data_parallel_size=1"),
+        (getattr(parallel, "enable_dbo", False), "micro-batches shift the rows", "enable_dbo=False"),
+        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "context parallelism splits the rows",
+         "prefill_context_parallel_size=1"),
+        (vllm_config.speculative_config is not None, "rows of rejected draft tokens would be delivered",
+         "speculative_config=None"),
+        (vllm_config.model_config.runner_type != "generate", "only generating models have decode rows", "runner='generate'"),
+        (vllm_config.model_config.is_encoder_decoder, "the encoder's rows are not tapped", "a decoder-only model"),
+        (getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False), "it skips prompt rows",
+         "kv_sharing_fast_prefill=False"),
+        (not scheduler.enable_chunked_prefill and sizes.captured_tokens < scheduler.max_num_batched_tokens,
+         "captured prompts longer than the arena must be chunked",
+         f"enable_chunked_prefill=True or max_captured_tokens={scheduler.max_num_batched_tokens}"),
+        (getattr(getattr(vllm_config, "offload_config", None), "offload_backend", "auto") in ("uva", "prefetch")
+         or getattr(getattr(getattr(vllm_config, "offload_config", None), "uva", None), "cpu_offload_gb", 0) > 0,
+         "weight offloading replaces the layers' forward", "cpu_offload_gb=0"),
+    ]
+    for wrong, reason, fix in checks:
+        if wrong:
+            raise UnsupportedError(f"this engine option is not supported: {reason}. Load with {fix}")

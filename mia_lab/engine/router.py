@@ -1,0 +1,194 @@
+"""Routing: once per engine step, what each row of the batch does, from the specs of the requests in it."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from .tables import Plan, Program, Tables
+from .wire import Spec, of_request
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+NEUTRAL = -1
+_STAGES = 4  # pinned staging buffers: more than the steps that can be in flight
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The captured rows of one request in one step: values `[lo, lo + len(positions) * stride)` of the arena."""
+
+    uid: str
+    req_id: str
+    positions: np.ndarray
+    plan: Plan
+    lo: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step captured: the arena's values `[lo, hi)` and whose they are."""
+
+    half: int
+    lo: int
+    hi: int
+    parts: list[Part]
+
+
+@dataclass(slots=True)
+class _Routed:
+    """One live request: ascending segment starts, and each segment's program and plan (-1 for none)."""
+
+    uid: str
+    starts: np.ndarray
+    programs: np.ndarray
+    plans: np.ndarray
+    held: tuple[list[Program], Plan | None]
+
+
+class Router:
+    """Turns the requests of a step into table rows. `route` does no work while no request asks for anything."""
+
+    def __init__(self, tables: Tables, sites: Sequence[tuple[str, int]]) -> None:
+        self._tables, self._width = tables, tables.sizes.width
+        self._site = {site: index for index, site in enumerate(sites)}
+        self._live: dict[str, _Routed] = {}
+        self._place: dict[str, int] = {}
+        self._stale = False
+        self._written = 0  # table rows that may hold something other than neutral
+        self._half = 0
+        cuda = tables.device.type == "cuda"
+        self._stages = [torch.full(tables.rows.shape, NEUTRAL, dtype=torch.int32, pin_memory=cuda)
+                        for _ in range(_STAGES if cuda else 1)]
+        self._events = [torch.cuda.Event() for _ in self._stages] if cuda else []
+        self._turn = 0
+
+    def admit(self, scheduler_output: SchedulerOutput) -> None:
+        """Follow the scheduler: forget finished requests, take in new ones. A resumed request is already known."""
+        for req_id in scheduler_output.finished_req_ids:
+            self._release(req_id)
+        for new in scheduler_output.scheduled_new_reqs:
+            params = new.sampling_params
+            if params is not None and params.extra_args and new.req_id not in self._live:
+                spec = of_request(params.extra_args)
+                if spec is not None:
+                    self._live[new.req_id] = self._resolve(spec)
+                    self._stale = True
+
+    def route(self, req_ids: Sequence[str], counts: Any, starts: Any) -> Step | None:
+        """Write the rows of a step and return what it will capture.
+
+        counts `[requests]`: rows of each request; starts `[requests]`: the absolute position of its first row.
+        """
+        if self._stale:
+            self._index()
+        place = np.fromiter((self._place.get(r, NEUTRAL) for r in req_ids), np.int64, len(req_ids)) if self._place else None
+        if place is None or place.max(initial=NEUTRAL) < 0:
+            self.neutralise()
+            return None
+        counts, first = np.asarray(counts)[: len(req_ids)], np.asarray(starts)[: len(req_ids)]
+        begins = np.cumsum(counts) - counts
+        mine = np.flatnonzero(place >= 0)
+        owner = np.repeat(mine, counts[mine])  # [rows of our requests] -> request
+        within = np.arange(len(owner)) - np.repeat(np.cumsum(counts[mine]) - counts[mine], counts[mine])
+        position = first[owner] + within
+        segment = np.searchsorted(self._keys, (place[owner] << 32) + position, side="right") - 1
+        plans = self._flat_plans[segment]
+        table = self._stage()
+        used = int(counts.sum())
+        table[: max(used, self._written)] = NEUTRAL
+        rows = begins[owner] + within
+        table[rows, 0], table[rows, 1] = self._flat_programs[segment], plans
+        step = self._capture(table, req_ids, owner, position, rows, plans)
+        self._send(max(used, self._written))
+        self._written = used
+        return step
+
+    def neutralise(self) -> None:
+        """Make every row neutral; costs nothing when they are."""
+        if self._written:
+            self._stage()[: self._written] = NEUTRAL
+            self._send(self._written)
+            self._written = 0
+
+    def _capture(self, table: np.ndarray, req_ids: Sequence[str], owner: np.ndarray, position: np.ndarray,
+                 rows: np.ndarray, plans: np.ndarray) -> Step | None:
+        taken = np.flatnonzero(plans >= 0)
+        if not len(taken):
+            return None
+        sizes = np.array([len(self._tables.plans.get(i, ())) for i in range(self._tables.sizes.plans)]) * self._width
+        ends = np.cumsum(sizes[plans[taken]])
+        if ends[-1] > self._tables.half:
+            raise RuntimeError(f"a step captured {ends[-1]} values; half the arena holds {self._tables.half}")
+        lo = self._half * self._tables.half
+        bases = lo + ends - sizes[plans[taken]]
+        table[rows[taken], 2] = bases
+        owners = owner[taken]
+        cuts = np.flatnonzero(np.diff(owners)) + 1
+        parts = []
+        for start, stop in pairwise([0, *cuts.tolist(), len(taken)]):
+            req_id = req_ids[owners[start]]
+            parts.append(Part(self._live[req_id].uid, req_id, position[taken[start:stop]],
+                              self._tables.plans[int(plans[taken[start]])], int(bases[start])))
+        step = Step(self._half, lo, lo + int(ends[-1]), parts)
+        self._half ^= 1
+        return step
+
+    def _resolve(self, spec: Spec) -> _Routed:
+        bounds = {0}
+        for spans in [spec.rows, *(term.spans for term in spec.terms)]:
+            bounds |= {edge for span in spans for edge in span if edge is not None}
+        starts = np.array(sorted(bounds), np.int64)
+        plan = tuple(sorted(self._site[site] for site in spec.sites)) if spec.sites and spec.rows else None
+        plan_place = NEUTRAL if plan is None else self._tables.take_plan(plan)
+        programs, held = np.full(len(starts), NEUTRAL), []
+        plans = np.full(len(starts), NEUTRAL)
+        for i, at in enumerate(starts.tolist()):
+            program = tuple(sorted((self._site[t.kind, t.layer], t.vector, t.coeff)
+                                   for t in spec.terms if _covers(t.spans, at)))
+            if program:
+                programs[i] = self._tables.take_program(program)
+                held.append(program)
+            if plan is not None and _covers(spec.rows, at):
+                plans[i] = plan_place
+        return _Routed(spec.uid, starts, programs, plans, (held, plan))
+
+    def _release(self, req_id: str) -> None:
+        routed = self._live.pop(req_id, None)
+        if routed is not None:
+            programs, plan = routed.held
+            for program in programs:
+                self._tables.give_program(program)
+            if plan is not None:
+                self._tables.give_plan(plan)
+            self._stale = True
+
+    def _index(self) -> None:
+        """Lay all segments end to end, keyed by (request, start), so that one search finds every row's segment."""
+        self._place = {req_id: i for i, req_id in enumerate(self._live)}
+        live = list(self._live.values())
+        join = lambda arrays: np.concatenate(arrays) if arrays else np.empty(0, np.int64)  # noqa: E731
+        self._keys = join([(i << 32) + routed.starts for i, routed in enumerate(live)])
+        self._flat_programs = join([routed.programs for routed in live])
+        self._flat_plans = join([routed.plans for routed in live])
+        self._stale = False
+
+    def _stage(self) -> np.ndarray:
+        if self._events:
+            self._turn = (self._turn + 1) % len(self._stages)
+            self._events[self._turn].synchronize()
+        return self._stages[self._turn].numpy()
+
+    def _send(self, rows: int) -> None:
+        self._tables.rows[:rows].copy_(self._stages[self._turn][:rows], non_blocking=True)
+        if self._events:
+            self._events[self._turn].record()
+
+
+def _covers(spans: Iterable[tuple[int, int | None]], at: int) -> bool:
+    return any(start <= at and (stop is None or at < stop) for start, stop in spans)

@@ -1,0 +1,49 @@
+"""The scheduler's side: edited KV is keyed apart, captures skip cached rows, and a step fits the arena."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import cachekey
+from .config import EngineOptions, Sizes, refuse_unsupported
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+
+def attach(scheduler: Scheduler, options: EngineOptions) -> None:
+    """Teach one scheduler about specs. Called once, when an engine that opted in builds it."""
+    sizes = Sizes.of(scheduler.vllm_config, options)
+    refuse_unsupported(scheduler.vllm_config, sizes)
+    cachekey.install()
+    capturing: dict[str, Request] = {}
+    full_budget = scheduler.max_num_scheduled_tokens
+    add_request, schedule = scheduler.add_request, scheduler.schedule
+
+    def add(request: Request) -> None:
+        spec = cachekey.spec_of(request)
+        if spec is not None and spec.sites and spec.rows:
+            capturing[request.request_id] = request
+            # The last prompt row is always computed; an earlier one could be served from the cache, uncomputed.
+            if spec.rows[0][0] < request.num_prompt_tokens - 1:
+                request.skip_reading_prefix_cache = True
+        add_request(request)
+
+    def schedule_within_arena(*args: Any, **kwargs: Any) -> Any:
+        for req_id in [r for r in capturing if r not in scheduler.requests]:
+            del capturing[req_id]
+        wanted = sum(_rows_ahead(request) for request in capturing.values())
+        scheduler.max_num_scheduled_tokens = (
+            full_budget if wanted <= sizes.captured_tokens else min(full_budget, sizes.captured_tokens))
+        return schedule(*args, **kwargs)
+
+    scheduler.add_request, scheduler.schedule = add, schedule_within_arena
+
+
+def _rows_ahead(request: Request) -> int:
+    """Rows that this request could still capture in one step."""
+    done, ahead = request.num_computed_tokens, 0
+    for start, stop in cachekey.spec_of(request).rows:
+        stop = request.num_tokens if stop is None else min(stop, request.num_tokens)
+        ahead += max(0, stop - max(start, done))
+    return max(ahead, 1)

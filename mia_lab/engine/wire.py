@@ -1,0 +1,89 @@
+"""The request spec as it crosses to the engine: bounded JSON, nothing executable."""
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+
+KEY = "mia_lab"  # in SamplingParams.extra_args and in VllmConfig.additional_config
+VERSION = 1
+MAX_BYTES = 1 << 20
+MAX_TERMS = 4  # vectors that may meet at one point of one row
+
+Span = tuple[int, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """`coeff` times the vector with content address `vector`, added at (kind, layer) on the rows in `spans`."""
+
+    kind: str
+    layer: int
+    vector: str
+    coeff: float
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What one request asks of the taps. `uid` is the client's name for it, under which rows are fetched."""
+
+    uid: str
+    terms: tuple[Term, ...] = ()
+    sites: tuple[tuple[str, int], ...] = ()  # captured (kind, layer) pairs
+    rows: tuple[Span, ...] = ()  # captured positions
+
+    def encode(self) -> str:
+        """Return the JSON text that `decode` reads."""
+        return json.dumps({"v": VERSION, "uid": self.uid, "sites": self.sites, "rows": self.rows,
+                           "terms": [[t.kind, t.layer, t.vector, t.coeff, t.spans] for t in self.terms]},
+                          separators=(",", ":"), allow_nan=False)
+
+
+def decode(text: str) -> Spec:
+    """Return the Spec in `text`; ValueError when it is not one."""
+    if not isinstance(text, str) or len(text) > MAX_BYTES:
+        raise ValueError(f"a spec is a JSON string of at most {MAX_BYTES} bytes")
+    data = json.loads(text)
+    if not isinstance(data, dict) or data.get("v") != VERSION:
+        raise ValueError(f"a spec needs v={VERSION}")
+    try:
+        return Spec(_text(data["uid"]),
+                    tuple(Term(_text(k), _index(l), _text(v), _number(c), _spans(s)) for k, l, v, c, s in data["terms"]),
+                    tuple((_text(k), _index(l)) for k, l in data["sites"]), _spans(data["rows"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the spec is malformed: {error!r}") from None
+
+
+def of_request(extra_args: dict | None) -> Spec | None:
+    """Return the Spec that a request carries, or None."""
+    text = (extra_args or {}).get(KEY)
+    return None if text is None else decode(text)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= 64:
+        raise ValueError(f"expected a short string, got {value!r}")
+    return value
+
+
+def _index(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 31:
+        raise ValueError(f"expected a position or layer, got {value!r}")
+    return value
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"expected a finite number, got {value!r}")
+    return float(value)
+
+
+def _spans(value: object) -> tuple[Span, ...]:
+    spans = tuple((_index(a), None if b is None else _index(b)) for a, b in value)
+    ends = [-1]
+    for start, stop in spans:
+        if start < ends[-1] or (stop is not None and stop <= start):
+            raise ValueError(f"spans must ascend and not overlap: {value!r}")
+        ends.append(math.inf if stop is None else stop)
+    return spans
