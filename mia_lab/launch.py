@@ -1,0 +1,151 @@
+"""The engine behind a session: starting vLLM with the taps declared, running requests, calling the worker."""
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .engine.wire import KEY
+from .errors import ClosedError, MissingRowsError
+from .points import Point
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+
+_QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def read_model_config(model: str, options: dict[str, Any]) -> Any:
+    """Return vLLM's ModelConfig for a model and engine options, before anything is loaded."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(model=model, **options).create_model_config()
+
+
+class Engine:
+    """One vLLM engine with taps. `in_process` keeps it in this process; otherwise vLLM starts its own."""
+
+    def __init__(self, model: str, sites: Sequence[Point], edits: Sequence[str], max_captured_tokens: int,
+                 in_process: bool, options: dict[str, Any]) -> None:
+        from .engine.plugin import register
+
+        register()
+        for key, value in _QUIET.items():
+            os.environ.setdefault(key, value)
+        wanted = {"sites": [[p.kind, p.layer] for p in sites], "edits": list(edits), "max_captured_tokens": max_captured_tokens}
+        options = dict(options)
+        additional = dict(options.pop("additional_config", None) or {}) | {KEY: wanted}
+        with _environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process))}):
+            from vllm import LLM
+
+            self._llm: Any = LLM(model=model, additional_config=additional, **options)
+        self._dropped: list[str] = []
+        self._known: set[str] = set()
+        self.config = self._llm.llm_engine.vllm_config
+        self.tokenizer = self._llm.get_tokenizer()
+        self.facts: dict[str, Any] = self.rpc("describe")
+
+    @property
+    def llm(self) -> Any:
+        """vLLM's LLM object; ClosedError after `close`."""
+        if self._llm is None:
+            raise ClosedError("this session is closed; open a new one with mia_lab.Session(...)")
+        return self._llm
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._llm is None
+
+    def rpc(self, method: str, *args: Any) -> Any:
+        """Call one of the worker's `mia_*` methods and return what it gives."""
+        return self.llm.collective_rpc(f"mia_{method}", args=args)[0]
+
+    def run(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        """Run token prompts as one continuous batch. Whatever interrupts it, no request is left in the engine."""
+        self._flush()
+        try:
+            return self.llm.generate([{"prompt_token_ids": p} for p in prompts], list(params), use_tqdm=False)
+        except BaseException:
+            self._abort_all()
+            raise
+
+    def register(self, vectors: dict[str, torch.Tensor]) -> None:
+        """Make vectors `[d_model]` float32 known to the worker under their content addresses."""
+        new = {sha: v.contiguous().numpy().tobytes() for sha, v in vectors.items() if sha not in self._known}
+        if new:
+            self.rpc("register", new)
+            self._known |= set(new)
+
+    def drop_later(self, uids: list[str]) -> None:
+        """Let go of requests' rows at the next call: a finaliser may run while the engine is busy."""
+        self._dropped += uids
+
+    def _flush(self) -> None:
+        if self._dropped:
+            uids, self._dropped = self._dropped, []
+            self.rpc("drop", uids)
+
+    def _abort_all(self) -> None:
+        if self._llm is None:
+            return
+        engine = self._llm.llm_engine
+        left = list(engine.output_processor.request_states)
+        if left:
+            internal = {"internal": True} if "internal" in inspect.signature(engine.abort_request).parameters else {}
+            engine.abort_request(left, **internal)
+
+    def close(self) -> None:
+        """Shut the engine down and return its memory."""
+        if self._llm is None:
+            return
+        engine, self._llm = self._llm.llm_engine, None
+        engine.engine_core.shutdown()
+        del engine
+        import gc
+
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+class EngineRows:
+    """Rows that the worker holds for a batch of requests; let go when this object is."""
+
+    def __init__(self, engine: Engine, uids: Sequence[str], width: int, dtype: torch.dtype) -> None:
+        import weakref
+
+        self._engine, self._uids, self._width, self._dtype = engine, list(uids), width, dtype
+        weakref.finalize(self, engine.drop_later, list(uids))
+
+    def rows(self, point: Point, prompts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return per prompt the positions `[n]` and values `[n d_model]`; MissingRowsError once the session is closed."""
+        try:
+            found = self._engine.rpc("fetch", [self._uids[i] for i in prompts], point.kind, point.layer)
+        except ClosedError:
+            raise MissingRowsError(f"{point} was not fetched before its session closed; "
+                                   f"call cache.fetch() first to keep values") from None
+        return [(_tensor(p, torch.int64), _tensor(v, self._dtype).view(-1, self._width)) for p, v in found]
+
+
+def _tensor(data: bytes, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)

@@ -1,0 +1,47 @@
+"""Parts as HTML with inline styles only: it survives a dead kernel, an untrusted file and an offline export."""
+from __future__ import annotations
+
+from html import escape
+
+from .parts import Bars, Part, Prose, Table
+
+_CELL = "padding:2px 10px 2px 0;text-align:left;vertical-align:top;border-bottom:1px solid rgba(128,128,128,0.25)"
+_POSITIVE, _NEGATIVE = "rgba(230,126,34,0.75)", "rgba(41,128,185,0.75)"
+
+
+def render(*parts: Part) -> str:
+    """Return the parts as one HTML fragment."""
+    return "".join(_lower(part) for part in parts)
+
+
+def page(title: str, *parts: Part) -> str:
+    """Return a self-contained HTML page."""
+    return (f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title></head>"
+            f"<body style='font:15px/1.5 system-ui,sans-serif;max-width:62em;margin:2em auto;padding:0 1em'>{render(*parts)}</body></html>")
+
+
+def _lower(part: Part) -> str:
+    match part:
+        case Prose(text, 0):
+            return f"<p>{escape(text)}</p>"
+        case Prose(text, level):
+            return f"<h{level}>{escape(text)}</h{level}>"
+        case Table(header, rows, caption):
+            head = "".join(f"<th scope='col' style='{_CELL}'>{escape(cell)}</th>" for cell in header)
+            body = "".join("<tr>" + "".join(f"<td style='{_CELL}'>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+            title = f"<caption style='text-align:left;padding-bottom:4px'>{escape(caption)}</caption>" if caption else ""
+            return f"<table style='border-collapse:collapse'>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        case Bars(labels, values, caption):
+            return _bars(labels, values, caption)
+
+
+def _bars(labels: tuple[str, ...], values: tuple[float, ...], caption: str) -> str:
+    top = max((abs(v) for v in values), default=0.0) or 1.0
+    rows = []
+    for label, value in zip(labels, values):
+        width, colour = 45 * abs(value) / top, _POSITIVE if value >= 0 else _NEGATIVE
+        left = 50 if value >= 0 else 50 - width
+        bar = f"<div style='margin-left:{left:.1f}%;width:{width:.1f}%;height:12px;background:{colour}'></div>"
+        rows.append(f"<tr><th scope='row' style='{_CELL}'>{escape(label)}</th><td style='width:320px'>{bar}</td>"
+                    f"<td style='{_CELL};padding-left:8px'>{value:+.3g}</td></tr>")
+    return f"<p>{escape(caption)}</p><table style='border-collapse:collapse'><tbody>{''.join(rows)}</tbody></table>"
