@@ -1,6 +1,8 @@
 """The unit of a coefficient: the mean centred norm of the stream over the shipped neutral text."""
 from __future__ import annotations
 
+import hashlib
+import os
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
@@ -9,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from ..errors import MiaError
 from ..models import cache_dir
+from ..points import select
 from .vectors import centred_norm
 
 if TYPE_CHECKING:
@@ -25,29 +28,33 @@ def neutral_text() -> list[str]:
 def measure_unit(session: Session, point: str) -> torch.Tensor:
     """Return E|h - mean h| over neutral text without BOS at each tapped layer of a kind, `[layer]`.
 
-    About 4,000 tokens through the model the first time; kept by a hash of the weights afterwards.
+    Some thousand tokens through the model the first time; kept by a hash of weights and tokens afterwards. PointError
+    when the session taps no layer of that kind.
     """
-    layers = [p.layer for p in session.tapped if p.kind == point]
-    dtype = str(session.dtype).removeprefix("torch.")
-    path = cache_dir() / "units" / f"{session._engine.rpc('sample_weights')}-{dtype}-{point}.safetensors"
+    layers = [p.layer for p in select(point, session.tapped, session.n_layers)]
+    ids = _neutral_ids(session)
+    name = hashlib.sha256(repr((session._engine.rpc("sample_weights"), str(session.dtype), ids)).encode()).hexdigest()[:32]
+    path = cache_dir() / "units" / f"{name}-{point}.safetensors"
     known = load_file(path) if path.exists() else {}
     if not all(str(layer) in known for layer in layers):
-        known = {str(layer): norm.clone() for layer, norm in zip(layers, _measure(session, point))}
+        known = {str(layer): norm.clone() for layer, norm in zip(layers, _measure(session, point, ids))}
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{id(known):x}.tmp")
+        scratch = path.with_name(f"{path.name}.{os.getpid()}")
         save_file(known, scratch)
         scratch.replace(path)
     return torch.stack([known[str(layer)] for layer in layers])
 
 
-def _measure(session: Session, point: str) -> torch.Tensor:
-    text = neutral_text()[:_PARAGRAPHS]
-    ids = [session.tokenizer.encode(line)[: session.max_len - 1] for line in text]
-    ids = [row for row in ids if len(row) > 1]
-    if not ids:
+def _neutral_ids(session: Session) -> list[list[int]]:
+    encoded = [session.tokenizer.encode(line)[: session.max_len - 1] for line in neutral_text()[:_PARAGRAPHS]]
+    found = [ids for ids in encoded if len(ids) > 1]
+    if not found:
         raise MiaError("the tokenizer makes no tokens of the neutral text; is it this model's?")
-    start = int(session._has_bos(ids[0]))
-    rows = session.capture(ids, point, at=slice(start, None)).float()  # [prompt layer pos d_model]
+    return found
+
+
+def _measure(session: Session, point: str, ids: list[list[int]]) -> torch.Tensor:
+    rows = session.capture(ids, point, at=slice(int(session._has_bos(ids[0])), None)).float()  # [prompt layer pos d_model]
     flat = rows.transpose(1, 2).flatten(0, 1)  # [row layer d_model]
     unit = centred_norm(flat[~flat[:, 0, 0].isnan()])
     if not (unit > 0).all():
