@@ -40,6 +40,14 @@ def read_model_config(model: str, options: dict[str, Any]) -> Any:
     return EngineArgs(model=model, **options).create_model_config()
 
 
+def bare_engine(model: str, options: dict[str, Any]) -> Any:
+    """Return a vLLM LLM without taps, in this process."""
+    with _environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
+        from vllm import LLM
+
+        return LLM(model=model, **options)
+
+
 class Engine:
     """One vLLM engine with taps. `in_process` keeps it in this process; otherwise vLLM starts its own."""
 

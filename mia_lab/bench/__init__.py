@@ -1,0 +1,1 @@
+"""What the taps cost, measured against the same engine without them."""
