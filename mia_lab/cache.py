@@ -20,14 +20,19 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The shape of a captured batch: tokens of each prompt, and how many positions were computed for it."""
+    """A captured batch: the token at each computed position of each prompt, and how many of them are the prompt's."""
 
+    tokens: tuple[tuple[int, ...], ...]
     n_prompt: tuple[int, ...]
-    n_positions: tuple[int, ...]
     width: int
     dtype: torch.dtype
     n_layers: int
     sandwich: bool = False
+
+    @property
+    def n_positions(self) -> tuple[int, ...]:
+        """Computed positions of each prompt."""
+        return tuple(map(len, self.tokens))
 
 
 class ActivationCache:
@@ -46,6 +51,11 @@ class ActivationCache:
     def n_prompt(self) -> tuple[int, ...]:
         """Prompt tokens of each prompt."""
         return self._batch.n_prompt
+
+    @property
+    def tokens(self) -> tuple[tuple[int, ...], ...]:
+        """Token ids at the computed positions of each prompt, generated ones included."""
+        return self._batch.tokens
 
     @property
     def mask(self) -> torch.Tensor:

@@ -35,6 +35,8 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 def read_model_config(model: str, options: dict[str, Any]) -> Any:
     """Return vLLM's ModelConfig for a model and engine options, before anything is loaded."""
+    for key, value in _QUIET.items():  # read when vLLM is imported
+        os.environ.setdefault(key, value)
     from vllm.engine.arg_utils import EngineArgs
 
     return EngineArgs(model=model, **options).create_model_config()
@@ -56,8 +58,6 @@ class Engine:
         from .engine.plugin import register
 
         register()
-        for key, value in _QUIET.items():
-            os.environ.setdefault(key, value)
         wanted = {"sites": [[p.kind, p.layer] for p in sites], "edits": list(edits), "max_captured_tokens": max_captured_tokens}
         options = dict(options)
         additional = dict(options.pop("additional_config", None) or {}) | {KEY: wanted}

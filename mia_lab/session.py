@@ -124,7 +124,8 @@ class Session:
         params = dict(max_tokens=max(max_tokens, 1), temperature=temperature, seed=seed, **sampling)
         rows = [[(0, None if max_tokens > 1 else len(ids))] for ids in read.ids]
         outputs, source = self._run(read.ids, edits, params, held, rows)
-        batch = self._batch(read.ids, [len(i) + len(o.outputs[0].token_ids) - 1 for i, o in zip(read.ids, outputs)])
+        tokens = tuple(tuple([*prompt, *o.outputs[0].token_ids][:-1]) for prompt, o in zip(read.ids, outputs))
+        batch = Batch(tokens, tuple(map(len, read.ids)), self.d_model, self.dtype, self.n_layers, self.sandwich)
         every = ActivationCache(source, held, batch)
         cache = ActivationCache(source, chosen, batch) if top not in chosen else every
         return self._logits(every[top]), cache
@@ -291,9 +292,6 @@ class Session:
         self._engine.register(vectors)
         outputs = self._engine.run(ids, sampling)
         return outputs, EngineRows(self._engine, [s.uid for s in specs], self.d_model, self.dtype)
-
-    def _batch(self, ids: list[list[int]], n_positions: list[int]) -> Batch:
-        return Batch(tuple(map(len, ids)), tuple(n_positions), self.d_model, self.dtype, self.n_layers, self.sandwich)
 
     def _logits(self, stream: LazyTensor) -> LazyTensor:
         if not self._engine.facts["has_unembedding"]:
