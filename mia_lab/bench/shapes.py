@@ -9,6 +9,8 @@ SHAPES: dict[str, dict] = {
                      num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256),
     "qwen-1.5b": dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_size=1536, intermediate_size=8960,
                       num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2, vocab_size=151936),
+    "tiny": dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=256, intermediate_size=512,
+                 num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=1024),
 }
 _COMMON = dict(hidden_act="silu", rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=8192, bos_token_id=1,
                eos_token_id=2, tie_word_embeddings=False, torch_dtype="bfloat16")
