@@ -39,9 +39,11 @@ class Add:
     point: str | None = None
     where: Selector = CONTENT
     _rows: dict[Point, torch.Tensor] = field(init=False, repr=False)
+    _shas: dict[Point, str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_rows", _resolve(self.vector, self.layers, self.point))
+        object.__setattr__(self, "_shas", {point: digest(row) for point, row in self._rows.items()})
         coeff = float(self.coeff)
         if coeff != coeff or abs(coeff) == float("inf"):
             raise EditError(f"the coefficient is {coeff}; it must be a finite number")
@@ -59,7 +61,7 @@ class Add:
     @property
     def key(self) -> tuple:
         """Content identity: equal keys mean equal effect."""
-        return tuple((p, digest(v)) for p, v in sorted(self._rows.items())), self.coeff, self.where
+        return tuple(sorted(self._shas.items())), self.coeff, self.where
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Add) and self.key == other.key
@@ -118,7 +120,7 @@ def compile_edits(edits: Iterable[Add], n_prompt: int, has_bos: bool, d_model: i
     Raises EditError for a width or point that does not fit the model.
     """
     editable = set(editable)
-    parts: dict[tuple[Point, tuple[Span, ...]], list[tuple[torch.Tensor, float]]] = {}
+    parts: dict[tuple[Point, tuple[Span, ...]], list[tuple[str, torch.Tensor, float]]] = {}
     for edit in edits:
         if not isinstance(edit, Add):
             raise EditError(f"{type(edit).__name__} is not an edit; type for example mia.Add(vector, 0.2)")
@@ -126,13 +128,12 @@ def compile_edits(edits: Iterable[Add], n_prompt: int, has_bos: bool, d_model: i
         for point, vector in edit.rows.items():
             _check(point, vector, d_model, n_layers, editable)
             if spans:
-                parts.setdefault((point, spans), []).append((vector, edit.coeff))
+                parts.setdefault((point, spans), []).append((edit._shas[point], vector, edit.coeff))
     terms: list[Term] = []
     vectors: dict[str, torch.Tensor] = {}
     for (point, spans), summands in sorted(parts.items(), key=lambda item: str(item[0])):
-        vector, coeff = _sum(summands)
+        sha, vector, coeff = _sum(summands)
         if coeff:
-            sha = digest(vector)
             vectors[sha] = vector
             terms.append(Term(point.kind, point.layer, sha, coeff, spans))
     for point in {Point(term.kind, term.layer) for term in terms}:
@@ -142,13 +143,13 @@ def compile_edits(edits: Iterable[Add], n_prompt: int, has_bos: bool, d_model: i
     return terms, vectors
 
 
-def _sum(summands: list[tuple[torch.Tensor, float]]) -> tuple[torch.Tensor, float]:
+def _sum(summands: list[tuple[str, torch.Tensor, float]]) -> tuple[str, torch.Tensor, float]:
     """One vector and coefficient with the effect of all summands; equal vectors only add their coefficients."""
-    first = summands[0][0]
-    if all(torch.equal(vector, first) for vector, _ in summands):
-        return first, math.fsum(coeff for _, coeff in summands)
-    total = sum(vector.double() * coeff for vector, coeff in summands).float()
-    return total, float(total.any())
+    sha, vector, _ = summands[0]
+    if all(other == sha for other, _, _ in summands):
+        return sha, vector, math.fsum(coeff for _, _, coeff in summands)
+    total = sum(vector.double() * coeff for _, vector, coeff in summands).float()
+    return digest(total), total, float(total.any())
 
 
 def _check(point: Point, vector: torch.Tensor, d_model: int, n_layers: int, editable: set[Point]) -> None:

@@ -11,7 +11,7 @@ import torch
 from . import prompts as prompts_
 from .cache import ActivationCache, Batch
 from .edits import Add, compile_edits
-from .engine.wire import KEY, Spec
+from .engine.wire import KEY, Spec, encode
 from .errors import EditError, MiaError, PointError, PromptError
 from .launch import Engine, EngineRows, read_model_config
 from .lazy import LazyTensor, human_bytes
@@ -271,12 +271,16 @@ class Session:
 
         per_prompt = _one_list_a_prompt(edits, len(ids))
         scoped = [edit for scope in self._scopes for edit in scope]
-        specs, vectors = [], {}
+        specs: list[Spec] = []
+        vectors: dict[str, torch.Tensor] = {}
+        compiled: dict[tuple, tuple] = {}  # requests that ask the same are compiled once
         for i, prompt in enumerate(ids):
-            terms, named = self._compile([*scoped, *per_prompt[i]], len(prompt), self._has_bos(prompt))
-            vectors |= named
-            specs.append(Spec(uuid.uuid4().hex, tuple(terms), tuple((p.kind, p.layer) for p in points),
-                              tuple(rows[i]) if rows else ()))
+            key = tuple(map(id, per_prompt[i])), len(prompt), self._has_bos(prompt)
+            if key not in compiled:
+                compiled[key] = self._compile([*scoped, *per_prompt[i]], len(prompt), key[-1])
+                vectors |= compiled[key][1]
+            specs.append(Spec(tuple(compiled[key][0]), tuple((p.kind, p.layer) for p in points), tuple(rows[i]) if rows else ()))
+        uids = [uuid.uuid4().hex for _ in specs]
         room = self._engine.facts["bank_rows"]
         if len(vectors) > room:
             raise EditError(f"this batch names {len(vectors)} different vectors; the engine holds {room} at once. "
@@ -285,13 +289,13 @@ class Session:
             raise PromptError("a capture follows one continuation a prompt; use n=1 and repeat the prompt")
         extra = dict(params.pop("extra_args", None) or {})
         try:
-            sampling = [SamplingParams(**params, extra_args=extra | ({KEY: s.encode()} if s.terms or s.sites else {}))
-                        for s in specs]
+            sampling = [SamplingParams(**params, extra_args=extra | ({KEY: encode(uid, spec)} if spec != Spec() else {}))
+                        for uid, spec in zip(uids, specs)]
         except (TypeError, ValueError) as error:
             raise PromptError(f"these sampling arguments do not work: {error}") from None
         self._engine.register(vectors)
         outputs = self._engine.run(ids, sampling)
-        return outputs, EngineRows(self._engine, [s.uid for s in specs], self.d_model, self.dtype)
+        return outputs, EngineRows(self._engine, uids, self.d_model, self.dtype)
 
     def _logits(self, stream: LazyTensor) -> LazyTensor:
         if not self._engine.facts["has_unembedding"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _HOOK = "_gen_prompt_embeds_extra_hash_keys"  # every path to a block's extra keys calls it with the block's range
 
 
+@lru_cache(maxsize=8192)
 def block_key(spec: Spec, start: int, end: int) -> str | None:
     """Return the identity of the edits on rows `[start, end)`, or None when there are none."""
     active = []
@@ -34,7 +36,8 @@ def spec_of(request: Request) -> Spec | None:
     """Return the Spec of an engine request, decoded once."""
     if not hasattr(request, "mia_spec"):
         params = request.sampling_params
-        request.mia_spec = of_request(params.extra_args if params is not None else None)
+        found = of_request(params.extra_args if params is not None else None)
+        request.mia_spec = None if found is None else found[1]
     return request.mia_spec
 
 

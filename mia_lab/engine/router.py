@@ -41,14 +41,15 @@ class Step:
 
 
 @dataclass(slots=True)
-class _Routed:
-    """One live request: ascending segment starts, and each segment's program and plan (-1 for none)."""
+class _Segments:
+    """A Spec resolved to table places: ascending starts, and each segment's program and plan (-1 for none)."""
 
-    uid: str
     starts: np.ndarray
     programs: np.ndarray
     plans: np.ndarray
-    held: tuple[list[Program], Plan | None]
+    held: list[Program]
+    plan: Plan | None
+    users: int = 0
 
 
 class Router:
@@ -57,7 +58,8 @@ class Router:
     def __init__(self, tables: Tables, sites: Sequence[tuple[str, int]]) -> None:
         self._tables, self._width = tables, tables.sizes.width
         self._site = {site: index for index, site in enumerate(sites)}
-        self._live: dict[str, _Routed] = {}
+        self._live: dict[str, tuple[str, Spec]] = {}  # engine request -> its name and Spec
+        self._segments: dict[Spec, _Segments] = {}
         self._place: dict[str, int] = {}
         self._stale = False
         self._written = 0  # table rows that may hold something other than neutral
@@ -75,10 +77,9 @@ class Router:
         for new in scheduler_output.scheduled_new_reqs:
             params = new.sampling_params
             if params is not None and params.extra_args and new.req_id not in self._live:
-                spec = of_request(params.extra_args)
-                if spec is not None:
-                    self._live[new.req_id] = self._resolve(spec)
-                    self._stale = True
+                found = of_request(params.extra_args)
+                if found is not None:
+                    self._take(new.req_id, *found)
 
     def route(self, req_ids: Sequence[str], counts: Any, starts: Any) -> Step | None:
         """Write the rows of a step and return what it will capture.
@@ -133,21 +134,41 @@ class Router:
         parts = []
         for start, stop in pairwise([0, *cuts.tolist(), len(taken)]):
             req_id = req_ids[owners[start]]
-            parts.append(Part(self._live[req_id].uid, req_id, position[taken[start:stop]],
+            parts.append(Part(self._live[req_id][0], req_id, position[taken[start:stop]],
                               self._tables.plans[int(plans[taken[start]])], int(bases[start])))
         step = Step(self._half, lo, lo + int(ends[-1]), parts)
         self._half ^= 1
         return step
 
-    def _resolve(self, spec: Spec) -> _Routed:
+    def _take(self, req_id: str, uid: str, spec: Spec) -> None:
+        if spec not in self._segments:
+            self._segments[spec] = self._resolve(spec)
+        self._segments[spec].users += 1
+        self._live[req_id] = uid, spec
+        self._stale = True
+
+    def _release(self, req_id: str) -> None:
+        if req_id not in self._live:
+            return
+        _, spec = self._live.pop(req_id)
+        segments = self._segments[spec]
+        segments.users -= 1
+        if not segments.users:
+            for program in segments.held:
+                self._tables.give_program(program)
+            if segments.plan is not None:
+                self._tables.give_plan(segments.plan)
+            del self._segments[spec]
+        self._stale = True
+
+    def _resolve(self, spec: Spec) -> _Segments:
         bounds = {0}
         for spans in [spec.rows, *(term.spans for term in spec.terms)]:
             bounds |= {edge for span in spans for edge in span if edge is not None}
         starts = np.array(sorted(bounds), np.int64)
         plan = tuple(sorted(self._site[site] for site in spec.sites)) if spec.sites and spec.rows else None
         plan_place = NEUTRAL if plan is None else self._tables.take_plan(plan)
-        programs, held = np.full(len(starts), NEUTRAL), []
-        plans = np.full(len(starts), NEUTRAL)
+        programs, plans, held = np.full(len(starts), NEUTRAL), np.full(len(starts), NEUTRAL), []
         for i, at in enumerate(starts.tolist()):
             program = tuple(sorted((self._site[t.kind, t.layer], t.vector, t.coeff)
                                    for t in spec.terms if _covers(t.spans, at)))
@@ -156,26 +177,16 @@ class Router:
                 held.append(program)
             if plan is not None and _covers(spec.rows, at):
                 plans[i] = plan_place
-        return _Routed(spec.uid, starts, programs, plans, (held, plan))
-
-    def _release(self, req_id: str) -> None:
-        routed = self._live.pop(req_id, None)
-        if routed is not None:
-            programs, plan = routed.held
-            for program in programs:
-                self._tables.give_program(program)
-            if plan is not None:
-                self._tables.give_plan(plan)
-            self._stale = True
+        return _Segments(starts, programs, plans, held, plan)
 
     def _index(self) -> None:
         """Lay all segments end to end, keyed by (request, start), so that one search finds every row's segment."""
         self._place = {req_id: i for i, req_id in enumerate(self._live)}
-        live = list(self._live.values())
+        live = [self._segments[spec] for _, spec in self._live.values()]
         join = lambda arrays: np.concatenate(arrays) if arrays else np.empty(0, np.int64)  # noqa: E731
-        self._keys = join([(i << 32) + routed.starts for i, routed in enumerate(live)])
-        self._flat_programs = join([routed.programs for routed in live])
-        self._flat_plans = join([routed.plans for routed in live])
+        self._keys = join([(i << 32) + segments.starts for i, segments in enumerate(live)])
+        self._flat_programs = join([segments.programs for segments in live])
+        self._flat_plans = join([segments.plans for segments in live])
         self._stale = False
 
     def _stage(self) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 KEY = "mia_lab"  # in SamplingParams.extra_args and in VllmConfig.additional_config
 VERSION = 1
@@ -26,37 +27,47 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What one request asks of the taps. `uid` is the client's name for it, under which rows are fetched."""
+    """What a request asks of the taps. Requests that ask the same share one, however many they are."""
 
-    uid: str
     terms: tuple[Term, ...] = ()
     sites: tuple[tuple[str, int], ...] = ()  # captured (kind, layer) pairs
     rows: tuple[Span, ...] = ()  # captured positions
 
-    def encode(self) -> str:
-        """Return the JSON text that `decode` reads."""
-        return json.dumps({"v": VERSION, "uid": self.uid, "sites": self.sites, "rows": self.rows,
-                           "terms": [[t.kind, t.layer, t.vector, t.coeff, t.spans] for t in self.terms]},
-                          separators=(",", ":"), allow_nan=False)
+
+def encode(uid: str, spec: Spec) -> str:
+    """Return the text that `decode` reads: the client's name for the request, a space, and JSON."""
+    return f"{uid} {_body(spec)}"
 
 
-def decode(text: str) -> Spec:
-    """Return the Spec in `text`; ValueError when it is not one."""
+@lru_cache(maxsize=1024)
+def _body(spec: Spec) -> str:
+    return json.dumps({"v": VERSION, "sites": spec.sites, "rows": spec.rows,
+                       "terms": [[t.kind, t.layer, t.vector, t.coeff, t.spans] for t in spec.terms]},
+                      separators=(",", ":"), allow_nan=False)
+
+
+def decode(text: str) -> tuple[str, Spec]:
+    """Return the request's name and Spec; ValueError when the text is not one."""
     if not isinstance(text, str) or len(text) > MAX_BYTES:
-        raise ValueError(f"a spec is a JSON string of at most {MAX_BYTES} bytes")
-    data = json.loads(text)
+        raise ValueError(f"a spec is a string of at most {MAX_BYTES} bytes")
+    uid, _, body = text.partition(" ")
+    return _text(uid), _parse(body)
+
+
+@lru_cache(maxsize=1024)
+def _parse(body: str) -> Spec:
+    data = json.loads(body)
     if not isinstance(data, dict) or data.get("v") != VERSION:
         raise ValueError(f"a spec needs v={VERSION}")
     try:
-        return Spec(_text(data["uid"]),
-                    tuple(Term(_text(k), _index(l), _text(v), _number(c), _spans(s)) for k, l, v, c, s in data["terms"]),
+        return Spec(tuple(Term(_text(k), _index(l), _text(v), _number(c), _spans(s)) for k, l, v, c, s in data["terms"]),
                     tuple((_text(k), _index(l)) for k, l in data["sites"]), _spans(data["rows"]))
     except (KeyError, TypeError) as error:
         raise ValueError(f"the spec is malformed: {error!r}") from None
 
 
-def of_request(extra_args: dict | None) -> Spec | None:
-    """Return the Spec that a request carries, or None."""
+def of_request(extra_args: dict | None) -> tuple[str, Spec] | None:
+    """Return the name and Spec that a request carries, or None."""
     text = (extra_args or {}).get(KEY)
     return None if text is None else decode(text)
 
