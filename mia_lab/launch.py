@@ -16,7 +16,9 @@ from .points import Point
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
-_QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+# Read when vLLM is imported. On a CPU, vLLM would otherwise claim nearly all of the machine's memory for the KV cache.
+_DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+_CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 @contextmanager
@@ -35,15 +37,20 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 def read_model_config(model: str, options: dict[str, Any]) -> Any:
     """Return vLLM's ModelConfig for a model and engine options, before anything is loaded."""
-    for key, value in _QUIET.items():  # read when vLLM is imported
-        os.environ.setdefault(key, value)
+    _set_defaults()
     from vllm.engine.arg_utils import EngineArgs
 
     return EngineArgs(model=model, **options).create_model_config()
 
 
+def _set_defaults() -> None:
+    for key, value in (_DEFAULTS | ({} if torch.cuda.is_available() else _CPU_DEFAULTS)).items():
+        os.environ.setdefault(key, value)
+
+
 def bare_engine(model: str, options: dict[str, Any]) -> Any:
     """Return a vLLM LLM without taps, in this process."""
+    _set_defaults()
     with _environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
         from vllm import LLM
 
