@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -76,21 +77,8 @@ class ActivationCache:
             raise undeclared(str(point), self._points)
         if point not in self._held:
             shape = (len(self.n_prompt), max(self._batch.n_positions), self._batch.width)
-            self._held[point] = LazyTensor(lambda: self._padded(point), shape, self._batch.dtype, str(point))
+            self._held[point] = LazyTensor(partial(_padded, self._source, self._batch, point), shape, self._batch.dtype, str(point))
         return self._held[point]
-
-    def _padded(self, point: Point) -> torch.Tensor:
-        batch = self._batch
-        out = torch.full((len(batch.n_prompt), max(batch.n_positions), batch.width), float("nan"), dtype=batch.dtype)
-        every = range(len(batch.n_prompt))
-        for i, (positions, values) in zip(every, self._source.rows(point, every)):
-            n = batch.n_positions[i]
-            kept = positions < n  # under async scheduling a finished request may run one step more
-            if not torch.equal(positions[kept], torch.arange(n)):
-                absent = sorted(set(range(n)) - set(positions.tolist()))
-                raise MissingRowsError(f"{point} of prompt {i} lacks positions {absent[:5]} of {n}: they were never computed")
-            out[i, :n] = values[kept]
-        return out
 
     def keys(self) -> list[str]:
         """The TransformerLens names held, in order of layer."""
@@ -148,6 +136,20 @@ class ActivationCache:
                 f"d_model {self._batch.width}, {dtype}\n"
                 f"  {kinds} at {len(layers)} layers ({layers[0]} to {layers[-1]}): {len(self)} tensors\n"
                 f"  {human_bytes(self.nbytes)} held, {human_bytes(self.nbytes_fetched)} fetched")
+
+
+def _padded(source: RowSource, batch: Batch, point: Point) -> torch.Tensor:
+    """Assemble `[batch pos d_model]` at one point; apart from the cache, whose tensors must not keep it alive."""
+    out = torch.full((len(batch.n_prompt), max(batch.n_positions), batch.width), float("nan"), dtype=batch.dtype)
+    every = range(len(batch.n_prompt))
+    for i, (positions, values) in zip(every, source.rows(point, every)):
+        n = batch.n_positions[i]
+        kept = positions < n  # under async scheduling a finished request may run one step more
+        if not torch.equal(positions[kept], torch.arange(n)):
+            absent = sorted(set(range(n)) - set(positions.tolist()))
+            raise MissingRowsError(f"{point} of prompt {i} lacks positions {absent[:5]} of {n}: they were never computed")
+        out[i, :n] = values[kept]
+    return out
 
 
 class PromptView:

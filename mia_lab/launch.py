@@ -66,7 +66,7 @@ class Engine:
 
         register()
         wanted = {"sites": [[p.kind, p.layer] for p in sites], "edits": list(edits), "max_captured_tokens": max_captured_tokens}
-        options = dict(options)
+        options = {"use_tqdm_on_load": False} | options
         additional = dict(options.pop("additional_config", None) or {}) | {KEY: wanted}
         with _environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process))}):
             from vllm import LLM

@@ -291,7 +291,7 @@ class Session:
         try:
             sampling = [SamplingParams(**params, extra_args=extra | ({KEY: encode(uid, spec)} if spec != Spec() else {}))
                         for uid, spec in zip(uids, specs)]
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # vLLM has errors of its own for these, which differ between versions
             raise PromptError(f"these sampling arguments do not work: {error}") from None
         self._engine.register(vectors)
         outputs = self._engine.run(ids, sampling)

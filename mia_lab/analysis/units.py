@@ -31,13 +31,13 @@ def measure_unit(session: Session, point: str) -> torch.Tensor:
     Some thousand tokens through the model the first time; kept by a hash of weights and tokens afterwards. PointError
     when the session taps no layer of that kind.
     """
-    layers = [p.layer for p in select(point, session.tapped, session.n_layers)]
     ids = _neutral_ids(session)
+    layers = [p.layer for p in select(point, session.tapped, session.n_layers)]
     name = hashlib.sha256(repr((session._engine.rpc("sample_weights"), str(session.dtype), ids)).encode()).hexdigest()[:32]
     path = cache_dir() / "units" / f"{name}-{point}.safetensors"
     known = load_file(path) if path.exists() else {}
     if not all(str(layer) in known for layer in layers):
-        known = {str(layer): norm.clone() for layer, norm in zip(layers, _measure(session, point, ids))}
+        known = {str(layer): norm.clone() for layer, norm in zip(layers, _measure(session, point))}
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_name(f"{path.name}.{os.getpid()}")
         save_file(known, scratch)
@@ -53,10 +53,17 @@ def _neutral_ids(session: Session) -> list[list[int]]:
     return found
 
 
-def _measure(session: Session, point: str, ids: list[list[int]]) -> torch.Tensor:
+def neutral_rows(session: Session, point: str) -> tuple[tuple[int, ...], torch.Tensor]:
+    """Return the tapped layers of a kind, and the stream there over the neutral text without BOS, `[row layer d_model]`."""
+    ids = _neutral_ids(session)
+    layers = tuple(p.layer for p in select(point, session.tapped, session.n_layers))
     rows = session.capture(ids, point, at=slice(int(session._has_bos(ids[0])), None)).float()  # [prompt layer pos d_model]
-    flat = rows.transpose(1, 2).flatten(0, 1)  # [row layer d_model]
-    unit = centred_norm(flat[~flat[:, 0, 0].isnan()])
+    flat = rows.transpose(1, 2).flatten(0, 1)
+    return layers, flat[~flat[:, 0, 0].isnan()]
+
+
+def _measure(session: Session, point: str) -> torch.Tensor:
+    unit = centred_norm(neutral_rows(session, point)[1])
     if not (unit > 0).all():
         raise MiaError(f"the stream at {point} is the same for every token of the neutral text, so it has no unit; "
                        f"is the tokenizer this model's?")
