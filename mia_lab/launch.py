@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .engine.config import EngineOptions
 from .engine.wire import KEY
 from .errors import ClosedError, MissingRowsError
 from .points import Point
@@ -35,12 +36,12 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[key] = value
 
 
-def read_model_config(model: str, options: dict[str, Any]) -> Any:
-    """Return vLLM's ModelConfig for a model and engine options, before anything is loaded."""
+def read_config(model: str, options: dict[str, Any]) -> Any:
+    """Return the VllmConfig that a model and engine options lead to, before anything is loaded."""
     _set_defaults()
     from vllm.engine.arg_utils import EngineArgs
 
-    return EngineArgs(model=model, **options).create_model_config()
+    return EngineArgs(model=model, **options).create_engine_config()
 
 
 def _set_defaults() -> None:
@@ -60,14 +61,12 @@ def bare_engine(model: str, options: dict[str, Any]) -> Any:
 class Engine:
     """One vLLM engine with taps. `in_process` keeps it in this process; otherwise vLLM starts its own."""
 
-    def __init__(self, model: str, sites: Sequence[Point], edits: Sequence[str], max_captured_tokens: int,
-                 in_process: bool, options: dict[str, Any]) -> None:
+    def __init__(self, model: str, asked: EngineOptions, in_process: bool, options: dict[str, Any]) -> None:
         from .engine.plugin import register
 
         register()
-        wanted = {"sites": [[p.kind, p.layer] for p in sites], "edits": list(edits), "max_captured_tokens": max_captured_tokens}
         options = {"use_tqdm_on_load": False} | options
-        additional = dict(options.pop("additional_config", None) or {}) | {KEY: wanted}
+        additional = dict(options.pop("additional_config", None) or {}) | {KEY: asked.as_json()}
         with _environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process))}):
             from vllm import LLM
 

@@ -11,9 +11,10 @@ import torch
 from . import prompts as prompts_
 from .cache import ActivationCache, Batch
 from .edits import Add, compile_edits
+from .engine.config import EngineOptions, Sizes, refuse_unsupported
 from .engine.wire import KEY, Spec, encode
 from .errors import EditError, MiaError, PointError, PromptError
-from .launch import Engine, EngineRows, read_model_config
+from .launch import Engine, EngineRows, read_config
 from .lazy import LazyTensor, human_bytes
 from .models import resolve
 from .points import KINDS, Point, parse, select
@@ -46,14 +47,16 @@ class Session:
             raise EditError(f"there is no edit kind {unknown[0]!r}; the kinds are {', '.join(EDIT_KINDS)}")
         self.model = str(model)
         path = resolve(self.model)
-        config = read_model_config(path, engine)
-        self.n_layers: int = config.hf_text_config.num_hidden_layers
-        self.d_model: int = config.get_hidden_size()
+        config = read_config(path, engine)
+        self.n_layers: int = config.model_config.hf_text_config.num_hidden_layers
+        self.d_model: int = config.model_config.get_hidden_size()
         self._points = _declare(points, self.n_layers)
         self._editable = self._points if edits else []
         self._scopes: list[list[Add]] = []
         self._units: dict[str, torch.Tensor] = {}
-        self._engine = Engine(path, self._points, edits, max_captured_tokens or 0, in_process, engine)
+        asked = EngineOptions(tuple((p.kind, p.layer) for p in self._points), tuple(edits), max_captured_tokens or 0)
+        refuse_unsupported(config, Sizes.of(config, asked))  # before minutes of loading; the engine checks again
+        self._engine = Engine(path, asked, in_process, engine)
         facts = self._engine.facts
         self.dtype: torch.dtype = self._engine.config.model_config.dtype
         self.max_len: int = self._engine.config.model_config.max_model_len

@@ -66,7 +66,8 @@ def test_short_names_and_points_may_count_from_the_end(spec: object, layer: int)
 @pytest.mark.parametrize("layer", [8, -9, 10**9])
 @pytest.mark.parametrize("form", [tuple, "{0[0]}.{0[1]}".format, lambda pair: Point(*pair)])
 def test_a_layer_outside_the_model_is_an_error_with_the_layers_there_are(form, layer: int) -> None:
-    assert asked(parse, form(("resid_post", layer)), N_LAYERS) == f"layer {layer} was asked for; the model has layers 0 to 7"
+    says = f"layer {layer} was asked for; the model has layers 0 to 7"
+    assert asked(parse, form(("resid_post", layer)), N_LAYERS) == says
 
 
 @pytest.mark.parametrize(("spec", "says"), [
@@ -165,7 +166,7 @@ TAPPED_HERE = "Tapped: resid_pre at layers 2; resid_post at layers 0 to 7; attn_
 
 
 @pytest.mark.parametrize(("chosen", "says"), [
-    ("mlp_out", f"mlp_out is not tapped in this session. {TAPPED_HERE}Load with Session(..., points=[...]) that includes"),
+    ("mlp_out", f"mlp_out is not tapped in this session. {TAPPED_HERE}Load with Session(..., points=[...]) that"),
     (("attn_out", 3), "attn_out.3 is not tapped in this session. " + TAPPED_HERE),
     (["resid_post", "model.layers.3.mlp.output"], "mlp_out.3 is not tapped in this session. " + TAPPED_HERE),
     ([], "no point was asked for"),

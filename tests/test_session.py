@@ -248,8 +248,8 @@ def test_a_closed_session_says_so_and_keeps_what_was_fetched(open_tiny: Callable
     (dict(points=[("resid_post", 12)]), PointError, "layers 0 to 3"),
     (dict(edits=["ablate"]), EditError, "add"),
     (dict(enable_chunked_prefill=False, max_captured_tokens=8), UnsupportedError, "enable_chunked_prefill=True"),
-    (dict(speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}), UnsupportedError,
-     "speculative_config=None"),
+    (dict(tensor_parallel_size=2), UnsupportedError, "tensor_parallel_size=1"),
+    (dict(pipeline_parallel_size=2), UnsupportedError, "pipeline_parallel_size=1"),
 ])
 def test_options_that_cannot_be_right_are_refused(open_tiny: Callable[..., Any], options: dict[str, Any],
                                                   error: type[Exception], words: str) -> None:

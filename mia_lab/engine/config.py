@@ -22,6 +22,11 @@ class EngineOptions:
     edits: tuple[str, ...] = ("add",)
     max_captured_tokens: int = 0
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the form that `additional_config` carries."""
+        return {"sites": [list(site) for site in self.sites], "edits": list(self.edits),
+                "max_captured_tokens": self.max_captured_tokens}
+
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> EngineOptions | None:
         """Return the options of an engine that opted in, else None."""
