@@ -93,7 +93,7 @@ GIVE = "prompt {} is of type {}; give a string, a list of token ids or a list of
 
 
 @pytest.mark.parametrize(("prompts", "says"), [
-    (None, FORMS.format("NoneType")), (5, FORMS.format("int")), ({"role": "user", "content": "x"}, FORMS.format("dict")),
+    (None, FORMS.format("NoneType")), (5, FORMS.format("int")), ({"role": "user"}, FORMS.format("dict")),
     (iter(["ab"]), FORMS.format("list_iterator")), (np.array([1, 2]), FORMS.format("ndarray")),
     (["ab", 5], GIVE.format(1, "int")), ([None], GIVE.format(0, "NoneType")), ([1.5], GIVE.format(0, "float")),
     ([{"content": "x"}], GIVE.format(0, "dict")),
@@ -104,7 +104,7 @@ def test_another_type_is_refused_with_the_types_there_are(tokenizer: Any, prompt
     assert str(caught.value) == says
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a TypeError for a tensor without axes; the bytes' values pass for token ids")
+@pytest.mark.xfail(strict=True, reason="bug: a TypeError for a scalar tensor; bytes pass for token ids")
 @pytest.mark.parametrize("prompts", [torch.tensor(1), [torch.tensor(1)], b"ab"])
 def test_these_types_are_refused_too(tokenizer: Any, prompts: Any) -> None:
     with pytest.raises(PromptError):
@@ -117,7 +117,8 @@ def test_these_types_are_refused_too(tokenizer: Any, prompts: Any) -> None:
     ([1, "a"], "prompt 0 holds 'a', which is no token id"),
     ([1, True], "prompt 0 holds True, which is no token id"),
     ([1, 2.0], "prompt 0 holds 2.0, which is no token id"),
-    ([1, None], "prompt 0 holds None, which is no token id"),
+    pytest.param([1, None], "prompt 0 holds None, which is no token id", marks=pytest.mark.xfail(
+        strict=True, reason="bug: None is also the sign that nothing is wrong")),
     (torch.tensor([1.0, 2.0]), "prompt 0 holds 1.0, which is no token id"),
     (torch.zeros(1, 2, 2, dtype=torch.int64), "prompt 0 holds [0, 0], which is no token id"),
 ])
@@ -127,7 +128,7 @@ def test_what_is_no_token_id_is_named(tokenizer: Any, prompts: Any, says: str) -
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("make", [lambda n: "a" * (n - 1), lambda n: [1] * n, lambda n: torch.ones(n, dtype=torch.int64)])
+@pytest.mark.parametrize("make", [lambda n: "a" * (n - 1), lambda n: [1] * n, lambda n: torch.tensor([1] * n)])
 def test_a_prompt_must_leave_room_for_one_generated_token(tokenizer: Any, make: Any) -> None:
     assert len(read(make(ROOM - 1), tokenizer, ROOM).ids[0]) == ROOM - 1
     for n in (ROOM, ROOM + 3):
@@ -165,7 +166,7 @@ def test_no_position_is_an_error(at: Any) -> None:
     assert str(caught.value) == f"at={at!r} names no position of a prompt of 5 tokens"
 
 
-@pytest.mark.xfail(strict=True, raises=PromptError, reason="bug: a NumPy or torch integer is refused as if out of range")
+@pytest.mark.xfail(strict=True, raises=PromptError, reason="bug: NumPy and torch integers are refused as out of range")
 @pytest.mark.parametrize("at", [np.int64(1), torch.tensor(1)])
 def test_any_integer_names_a_position(at: Any) -> None:
     assert resolve_at(at, 5) == [1]
