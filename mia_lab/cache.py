@@ -45,7 +45,8 @@ class ActivationCache:
     """
 
     def __init__(self, source: RowSource, points: Sequence[Point], batch: Batch) -> None:
-        self._source, self._points, self._batch = source, list(points), batch
+        self._source: RowSource | None = source
+        self._points, self._batch = list(points), batch
         self._held: dict[Point, LazyTensor] = {}
 
     @property
@@ -108,6 +109,7 @@ class ActivationCache:
         """Bring every value here, so that the cache outlives its session; returns the cache."""
         for tensor in self.values():
             tensor.get()
+        self._source = None  # the worker need not hold what is here
         return self
 
     def stack_activation(self, kind: str) -> torch.Tensor:

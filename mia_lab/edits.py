@@ -3,13 +3,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
 
-from .engine.wire import MAX_TERMS, Span, Term
+from .engine.wire import MAX_TERMS, Span, Spec, Term, segments
 from .errors import EditError
 from .points import Point, kind_of
 from .selectors import CONTENT, Selector
@@ -136,10 +137,11 @@ def compile_edits(edits: Iterable[Add], n_prompt: int, has_bos: bool, d_model: i
         if coeff:
             vectors[sha] = vector
             terms.append(Term(point.kind, point.layer, sha, coeff, spans))
-    for point in {Point(term.kind, term.layer) for term in terms}:
-        here = [term for term in terms if (term.kind, term.layer) == (point.kind, point.layer)]
-        if len(here) > MAX_TERMS:
-            raise EditError(f"{len(here)} edits with different selectors meet at {point}; at most {MAX_TERMS} can")
+    for segment in segments(Spec(tuple(terms))):
+        point, meeting = max(Counter((t.kind, t.layer) for t in segment.terms).items(), key=lambda i: i[1], default=("", 0))
+        if meeting > MAX_TERMS:
+            raise EditError(f"{meeting} edits with different selectors meet at {Point(*point)} from position {segment.start} on; "
+                            f"at most {MAX_TERMS} can")
     return terms, vectors
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .engine.config import EngineOptions
+from .engine.shutdown import shut_down
 from .engine.wire import KEY
-from .errors import ClosedError, MissingRowsError
+from .errors import ClosedError, MiaError, MissingRowsError
 from .points import Point
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 # Read when vLLM is imported. On a CPU, vLLM would otherwise claim nearly all of the machine's memory for the KV cache.
 _DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 _CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+_VECTOR_BYTES = 256 << 20  # registered vectors that the worker keeps on its host
+_in_this_process = 0  # engines that share this process's distributed state
 
 
 @contextmanager
@@ -55,6 +59,8 @@ def bare_engine(model: str, options: dict[str, Any]) -> Any:
     with _environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
         from vllm import LLM
 
+        global _in_this_process
+        _in_this_process += 1
         return LLM(model=model, **options)
 
 
@@ -71,8 +77,11 @@ class Engine:
             from vllm import LLM
 
             self._llm: Any = LLM(model=model, additional_config=additional, **options)
+        self._in_process, self._broken = in_process, ""
+        global _in_this_process
+        _in_this_process += in_process
         self._dropped: list[str] = []
-        self._known: set[str] = set()
+        self._known: dict[str, None] = {}  # vectors that the worker holds, by address, least recently used first
         self.config = self._llm.llm_engine.vllm_config
         self.tokenizer = self._llm.get_tokenizer()
         self.facts: dict[str, Any] = self.rpc("describe")
@@ -82,6 +91,8 @@ class Engine:
         """vLLM's LLM object; ClosedError after `close`."""
         if self._llm is None:
             raise ClosedError("this session is closed; open a new one with mia_lab.Session(...)")
+        if self._broken:
+            raise ClosedError(f"this session cannot go on: {self._broken}. Close it and open a new one")
         return self._llm
 
     @property
@@ -97,17 +108,30 @@ class Engine:
         """Run token prompts as one continuous batch. Whatever interrupts it, no request is left in the engine."""
         self._flush()
         try:
-            return self.llm.generate([{"prompt_token_ids": p} for p in prompts], list(params), use_tqdm=False)
+            outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], list(params), use_tqdm=False)
         except BaseException:
-            self._abort_all()
+            self._recover()
             raise
+        failed = [i for i, output in enumerate(outputs) if output.outputs[0].finish_reason in ("error", "abort")]
+        if failed:
+            self._recover()
+            raise MiaError(f"the engine gave up on prompt {failed[0]} ({outputs[failed[0]].outputs[0].finish_reason}); see its log")
+        return outputs
 
     def register(self, vectors: dict[str, torch.Tensor]) -> None:
         """Make vectors `[d_model]` float32 known to the worker under their content addresses."""
         new = {sha: v.contiguous().numpy().tobytes() for sha, v in vectors.items() if sha not in self._known}
         if new:
             self.rpc("register", new)
-            self._known |= set(new)
+        for sha in vectors:  # the most recently used go last
+            self._known.pop(sha, None)
+            self._known[sha] = None
+        room = max(len(vectors), _VECTOR_BYTES // max((v.nbytes for v in vectors.values()), default=1))
+        surplus = list(self._known)[: max(0, len(self._known) - room)]
+        if surplus:
+            self.rpc("forget", surplus)
+            for sha in surplus:
+                del self._known[sha]
 
     def drop_later(self, uids: list[str]) -> None:
         """Let go of requests' rows at the next call: a finaliser may run while the engine is busy."""
@@ -118,36 +142,40 @@ class Engine:
             uids, self._dropped = self._dropped, []
             self.rpc("drop", uids)
 
-    def _abort_all(self) -> None:
-        if self._llm is None:
+    def _recover(self) -> None:
+        """Leave nothing of a broken-off run: no request, no half step, and no cached block that was never computed."""
+        if self.closed:
             return
-        engine = self._llm.llm_engine
-        left = list(engine.output_processor.request_states)
-        if left:
-            internal = {"internal": True} if "internal" in inspect.signature(engine.abort_request).parameters else {}
-            engine.abort_request(left, **internal)
+        try:
+            engine = self._llm.llm_engine
+            left = list(engine.output_processor.request_states)
+            if left:
+                internal = {"internal": True} if "internal" in inspect.signature(engine.abort_request).parameters else {}
+                engine.abort_request(left, **internal)
+            self.rpc("recover")
+            # vLLM names blocks when it schedules them, so after a broken-off step some are named and empty.
+            if not self._llm.reset_prefix_cache():
+                self._broken = "an interrupted run left blocks in the prefix cache that may be wrong"
+        except BaseException:
+            self._broken = "an interrupted run could not be cleaned up"
+            raise
 
     def close(self) -> None:
         """Shut the engine down and return its memory."""
         if self._llm is None:
             return
+        global _in_this_process
         engine, self._llm = self._llm.llm_engine, None
-        engine.engine_core.shutdown()
+        _in_this_process -= self._in_process
+        client = engine.engine_core
         del engine
-        import gc
-
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        shut_down(client, alone=not _in_this_process or not self._in_process)
 
 
 class EngineRows:
     """Rows that the worker holds for a batch of requests; let go when this object is."""
 
     def __init__(self, engine: Engine, uids: Sequence[str], width: int, dtype: torch.dtype) -> None:
-        import weakref
-
         self._engine, self._uids, self._width, self._dtype = engine, list(uids), width, dtype
         weakref.finalize(self, engine.drop_later, list(uids))
 

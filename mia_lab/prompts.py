@@ -76,6 +76,8 @@ def resolve_at(at: Any, n_prompt: int) -> list[int]:
     """Return the prompt positions that `at` names: an int, a slice, a list of ints, or None for all."""
     every = range(n_prompt)
     try:
+        if isinstance(at, bool):
+            raise TypeError
         if at is None:
             found = list(every)
         elif isinstance(at, slice):

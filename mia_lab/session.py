@@ -1,6 +1,7 @@
 """Session: one vLLM model with taps. Everything a notebook does starts here."""
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from . import prompts as prompts_
 from .cache import ActivationCache, Batch
 from .edits import Add, compile_edits
 from .engine.config import EngineOptions, Sizes, refuse_unsupported
-from .engine.wire import KEY, Spec, encode
+from .engine.wire import KEY, Spec, encode, segments
 from .errors import EditError, MiaError, PointError, PromptError
 from .launch import Engine, EngineRows, read_config
 from .lazy import LazyTensor, human_bytes
@@ -131,7 +132,7 @@ class Session:
         batch = Batch(tokens, tuple(map(len, read.ids)), self.d_model, self.dtype, self.n_layers, self.sandwich)
         every = ActivationCache(source, held, batch)
         cache = ActivationCache(source, chosen, batch) if top not in chosen else every
-        return self._logits(every[top]), cache
+        return self._logits(every[top], every.mask), cache
 
     def capture(self, prompts: Any, point: str = "resid_post", *, layers: int | Iterable[int] | None = None,
                 at: Any = -1, edits: Any = None) -> LazyTensor:
@@ -183,6 +184,15 @@ class Session:
         finally:
             self._scopes = [other for other in self._scopes if other is not scope]
 
+    @contextmanager
+    def unsteered(self) -> Iterator[None]:
+        """Suspend every open `steer` scope inside the `with` block."""
+        scopes, self._scopes = self._scopes, []
+        try:
+            yield
+        finally:
+            self._scopes = scopes
+
     def vector(self, pairs: Iterable, *, method: str = "mean_diff", point: str = "resid_post", at: Any = -1) -> Vector:
         """Fit a steering Vector over all tapped layers from (positive, negative) prompts, read at position `at`.
 
@@ -196,7 +206,8 @@ class Session:
         chosen = select(point, self._points, self.n_layers)
         rows = self.capture([*positive, *negative], point, at=at).float()
         if rows.ndim == 4:  # [prompt layer pos d_model]: one row a prompt, the mean over its positions
-            rows = rows.nanmean(2)
+            lengths = [len(prompts_.resolve_at(at, len(ids))) for ids in self._read([*positive, *negative]).ids]
+            rows = torch.stack([row[:, :n].mean(1) for row, n in zip(rows, lengths)])
         raw = mean_difference(rows[: len(positive)], rows[len(positive):])
         unit = self.unit(point)
         norms = raw.norm(dim=-1)
@@ -288,29 +299,57 @@ class Session:
         if len(vectors) > room:
             raise EditError(f"this batch names {len(vectors)} different vectors; the engine holds {room} at once. "
                             f"Submit it in parts, or load with a larger max_num_seqs")
+        self._check_programs(specs)
         if points and params.get("n", 1) != 1:
             raise PromptError("a capture follows one continuation a prompt; use n=1 and repeat the prompt")
+        self._check_memory(ids, specs, params.get("max_tokens") or self.max_len)
         extra = dict(params.pop("extra_args", None) or {})
         try:
-            sampling = [SamplingParams(**params, extra_args=extra | ({KEY: encode(uid, spec)} if spec != Spec() else {}))
-                        for uid, spec in zip(uids, specs)]
+            wired = [{KEY: encode(uid, spec)} if spec != Spec() else {} for uid, spec in zip(uids, specs)]
+        except ValueError as error:
+            raise EditError(f"these edits or positions cannot be sent to the engine: {error}") from None
+        try:
+            sampling = [SamplingParams(**params, extra_args=extra | wire) for wire in wired]
         except Exception as error:  # vLLM has errors of its own for these, which differ between versions
             raise PromptError(f"these sampling arguments do not work: {error}") from None
         self._engine.register(vectors)
-        outputs = self._engine.run(ids, sampling)
-        return outputs, EngineRows(self._engine, uids, self.d_model, self.dtype)
+        source = EngineRows(self._engine, uids, self.d_model, self.dtype)  # lets rows go also when the run breaks off
+        return self._engine.run(ids, sampling), source
 
-    def _logits(self, stream: LazyTensor) -> LazyTensor:
+    def _check_programs(self, specs: Sequence[Spec]) -> None:
+        """Refuse edits that cut positions into more pieces than the tables hold for the requests that run together."""
+        pieces = sorted((len({s.terms for s in segments(spec) if s.terms}) for spec in set(specs)), reverse=True)
+        together, room = self._engine.config.scheduler_config.max_num_seqs, self._engine.facts["programs"]
+        if sum(pieces[:together]) > room:
+            raise EditError(f"these edits change {sum(pieces[:together])} times along the positions of the requests that run "
+                            f"together; the engine holds {room}. Use fewer selectors or prompts, or a larger max_num_seqs")
+
+    def _check_memory(self, ids: list[list[int]], specs: Sequence[Spec], max_tokens: int) -> None:
+        """Refuse a capture that the host could not hold."""
+        row = self.d_model * self.dtype.itemsize
+        wanted = 0
+        for prompt, spec in zip(ids, specs):
+            end = min(len(prompt) + max_tokens, self.max_len)
+            rows = sum(max(0, (end if b is None else min(b, end)) - a) for a, b in spec.rows)
+            wanted += rows * len(spec.sites) * row
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if wanted > 0.8 * free:
+            raise PromptError(f"this capture would take {human_bytes(wanted)} of the {human_bytes(free)} of memory that are free; "
+                              f"ask for fewer points, layers or positions, or run it in parts")
+
+    def _logits(self, stream: LazyTensor, real: torch.Tensor) -> LazyTensor:
         if not self._engine.facts["has_unembedding"]:
             raise MiaError("this model transforms its hidden states after the final norm, so logits cannot be rebuilt")
         vocab = self._engine.config.model_config.get_vocab_size()
 
         def load() -> torch.Tensor:
-            rows = stream.get()
-            real = ~rows.isnan().all(-1)
-            data = rows[real].contiguous().view(torch.uint8).numpy().tobytes()
-            out = torch.full((*rows.shape[:2], vocab), float("nan"))
-            out[real] = torch.frombuffer(bytearray(self._engine.rpc("unembed", data)), dtype=torch.float32).view(-1, vocab)
+            rows = stream.get()[real]
+            found = []
+            for part in rows.split(max(1, (256 << 20) // (4 * vocab))):
+                data = self._engine.rpc("unembed", part.contiguous().view(torch.uint8).numpy().tobytes())
+                found.append(torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, vocab))
+            out = torch.full((*real.shape, vocab), float("nan"))
+            out[real] = torch.cat(found)
             return out
 
         return LazyTensor(load, (*stream.shape[:2], vocab), torch.float32, "logits")

@@ -249,15 +249,22 @@ def test_compiled_terms_survive_the_wire() -> None:
     assert decode(encode("r", Spec(tuple(terms))))[1].terms == tuple(terms)
 
 
-SELECTORS = [mia.everywhere(), mia.prompt(), mia.generated(), mia.last(), mia.window(0, 2)]
+MEETING = [mia.everywhere(), mia.window(1), mia.prompt(), mia.window(0, 2), mia.positions([1, 3])]  # all of them at 1
 
 
 def test_up_to_the_limit_edits_with_different_selectors_may_meet() -> None:
-    edits = [mia.Add(ONES, 1, [layer], where=where) for layer in (0, 1) for where in SELECTORS[:MAX_TERMS]]
+    edits = [mia.Add(ONES, 1, [layer], where=where) for layer in (0, 1) for where in MEETING[:MAX_TERMS]]
     assert len(compiled(*edits)[0]) == 2 * MAX_TERMS
-    with pytest.raises(EditError, match=f"{MAX_TERMS + 1} edits with different selectors meet at resid_post.1; at"):
-        compiled(*edits, mia.Add(ONES, 1, [1], where=SELECTORS[MAX_TERMS]))
-    assert len(compiled(*edits, mia.Add(ONES, 0, [1], where=SELECTORS[MAX_TERMS]))[0]) == 2 * MAX_TERMS
+    with pytest.raises(EditError, match=f"{MAX_TERMS + 1} edits with different selectors meet at resid_post.1"):
+        compiled(*edits, mia.Add(ONES, 1, [1], where=MEETING[MAX_TERMS]))
+    assert len(compiled(*edits, mia.Add(ONES, 0, [1], where=MEETING[MAX_TERMS]))[0]) == 2 * MAX_TERMS
+
+
+def test_any_number_of_edits_may_act_at_one_point_where_they_do_not_meet() -> None:
+    edits = [mia.Add(draw(D, seed=p), 1, [0], where=mia.positions([p])) for p in range(3 * MAX_TERMS)]
+    assert len(compiled(*edits)[0]) == 3 * MAX_TERMS
+    with pytest.raises(EditError, match="meet at resid_post.0"):
+        compiled(*edits, *[mia.Add(ONES, 1, [0], where=mia.window(7, 9 + i)) for i in range(MAX_TERMS)])
 
 
 @pytest.mark.parametrize(("edit", "says"), [

@@ -152,7 +152,7 @@ def test_at_names_positions_of_the_prompt_in_the_order_given(at: Any, expected: 
     assert all(type(p) is int for p in found)
 
 
-@pytest.mark.parametrize("at", [5, -6, [0, 5], [-6], "last", 1.0, [None], [[1, 2]], {"a": 1}])
+@pytest.mark.parametrize("at", [5, -6, [0, 5], [-6], "last", 1.0, True, [None], [[1, 2]], {"a": 1}])
 def test_a_position_that_the_prompt_lacks_is_an_error_with_those_it_has(at: Any) -> None:
     with pytest.raises(PromptError) as caught:
         resolve_at(at, 5)
@@ -172,8 +172,8 @@ def test_any_integer_names_a_position(at: Any) -> None:
     assert resolve_at(at, 5) == [1]
 
 
-@pytest.mark.xfail(strict=True, reason="bug: text, fractions and truth values pass for positions")
-@pytest.mark.parametrize("at", ["12", [1.7], True])
+@pytest.mark.xfail(strict=True, reason="bug: text and fractions pass for positions")
+@pytest.mark.parametrize("at", ["12", [1.7]])
 def test_what_is_no_integer_names_no_position(at: Any) -> None:
     with pytest.raises(PromptError):
         resolve_at(at, 5)

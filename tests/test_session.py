@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import einops
 import pytest
+import tiny
 import torch
 
 import mia_lab as mia
@@ -199,32 +201,102 @@ def test_bad_input_says_what_to_type_and_leaves_the_session_working(session: mia
     assert not session._engine.llm.llm_engine.has_unfinished_requests()
 
 
-def test_an_interrupted_run_leaves_no_request_behind(session: mia.Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = session._engine.llm.llm_engine
-    step, calls = engine.step, []
-
-    def interrupt() -> Any:
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return step()
-
-    before = session.generate(PROMPT, max_tokens=5)
-    monkeypatch.setattr(engine, "step", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        session.generate([PROMPT, "other"], max_tokens=20, ignore_eos=True)
-    monkeypatch.setattr(engine, "step", step)
-    assert not engine.has_unfinished_requests()
-    assert session.generate(PROMPT, max_tokens=5) == before
+def held(session: mia.Session, uids: list[str]) -> int:
+    """Rows that the worker holds for these requests."""
+    return sum(len(positions) for positions, _ in session._engine.rpc("fetch", uids, "resid_post", 1))
 
 
 def test_rows_are_let_go_with_their_cache(session: mia.Session) -> None:
     _, cache = session.run_with_cache(PROMPT)
     uids = list(cache._source._uids)
-    assert session._engine.rpc("held", uids) > 0
+    assert held(session, uids) > 0
     del cache, _
     session.generate("a", max_tokens=1)
-    assert session._engine.rpc("held", uids) == 0
+    assert held(session, uids) == 0
+
+
+def interrupted(session: mia.Session, monkeypatch: pytest.MonkeyPatch, prompts: list[str], **params: Any) -> None:
+    """Run prompts and break off inside the third forward, when blocks are named and not yet computed."""
+    runner = session._engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    forward, calls = runner._model_forward, []
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(runner, "_model_forward", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        session.run_with_cache(prompts, max_tokens=20, **params)
+    monkeypatch.setattr(runner, "_model_forward", forward)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="breaks off inside the V1 runner")
+def test_a_broken_off_run_leaves_neither_requests_nor_rows_nor_cached_blocks(session: mia.Session,
+                                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = "a long prompt that fills three blocks of the cache, each of thirty-two tokens, and more"
+    expected = session.completions(prompt, max_tokens=4, logprobs=1).outputs[0].cumulative_logprob
+    session._engine.llm.reset_prefix_cache()
+    interrupted(session, monkeypatch, ["b" * 60, prompt])
+    assert not session._engine.llm.llm_engine.has_unfinished_requests()
+    session.generate("a", max_tokens=1)
+    again = session.completions(prompt, max_tokens=4, logprobs=1)
+    assert again.outputs[0].cumulative_logprob == pytest.approx(expected, abs=1e-5)
+    courier = session._engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.mia_fetch.__self__._courier
+    assert not courier._held
+
+
+def test_the_unit_is_measured_without_open_scopes(open_tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
+                                                  tmp_path: Path) -> None:
+    session = open_tiny("llama", **OPTIONS)
+    known = session.unit("resid_post")
+    monkeypatch.setenv("MIA_LAB_CACHE", str(tmp_path))
+    monkeypatch.setattr(session, "_units", {})
+    with session.steer(vector(session), 3.0, layers=[1]):
+        assert torch.allclose(session.unit("resid_post"), known, rtol=1e-4)
+
+
+def test_edits_that_the_tables_cannot_hold_are_refused_whole(session: mia.Session) -> None:
+    v = vector(session)
+    many = [mia.Add(v, 0.01 * i, [1], where=mia.positions([i])) for i in range(1, 40)]
+    with pytest.raises(EditError, match="fewer selectors"):
+        session.generate("x" * 50, max_tokens=1, edits=many)
+    assert session.generate(PROMPT, max_tokens=2, edits=many[:8])
+
+
+def test_vectors_are_let_go_when_there_are_many(session: mia.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mia_lab import launch
+
+    monkeypatch.setattr(launch, "_VECTOR_BYTES", 4 * session.d_model * 3)
+    base = session.capture(PROMPT, layers=1)
+    for _ in range(2):
+        for seed in range(6):
+            moved = session.capture(PROMPT, layers=1, edits=mia.Add(vector(session, seed), 1.0, [1]))
+            assert torch.allclose(moved - base, vector(session, seed), atol=1e-4)
+    assert len(session._engine._known) == 3
+
+
+def test_a_mean_over_positions_counts_only_real_ones(session: mia.Session) -> None:
+    v = session.vector([("aaaa", "z")], at=slice(1, None))
+    _, cache = session.run_with_cache(["aaaa", "z"])
+    expected = cache[0]["resid_post", 2][1:].mean(0) - cache[1]["resid_post", 2][1:].mean(0)
+    assert torch.cosine_similarity(expected, v.rows[2], dim=0) > 0.9999
+
+
+def test_two_sessions_live_side_by_side(models: Path, open_tiny: Callable[..., Any]) -> None:
+    options = dict(points=["resid_post"], max_model_len=64, enforce_eager=True)
+    first = open_tiny("llama", **options)
+    before = first.capture(PROMPT, layers=1)
+    second = mia.Session(str(tiny.build("qwen3", models)), tokenizer=str(tiny.tokenizer(models)), dtype="float32", **options)
+    assert not torch.allclose(second.capture(PROMPT, layers=1), before.get(), atol=1e-2)
+    second.close()
+    assert torch.equal(first.capture(PROMPT, layers=1).get(), before.get())
+
+
+def test_one_sequence_at_a_time_is_enough(open_tiny: Callable[..., Any]) -> None:
+    session = open_tiny("llama", max_model_len=64, max_num_seqs=1, enforce_eager=True)
+    assert session.capture([PROMPT, "abc"], layers=1).shape == (2, 128)
 
 
 def test_a_closed_session_says_so_and_keeps_what_was_fetched(open_tiny: Callable[..., Any]) -> None:

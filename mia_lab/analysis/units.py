@@ -57,7 +57,8 @@ def neutral_rows(session: Session, point: str) -> tuple[tuple[int, ...], torch.T
     """Return the tapped layers of a kind, and the stream there over the neutral text without BOS, `[row layer d_model]`."""
     ids = _neutral_ids(session)
     layers = tuple(p.layer for p in select(point, session.tapped, session.n_layers))
-    rows = session.capture(ids, point, at=slice(int(session._has_bos(ids[0])), None)).float()  # [prompt layer pos d_model]
+    with session.unsteered():
+        rows = session.capture(ids, point, at=slice(int(session._has_bos(ids[0])), None)).float()  # [prompt layer pos d_model]
     flat = rows.transpose(1, 2).flatten(0, 1)
     return layers, flat[~flat[:, 0, 0].isnan()]
 

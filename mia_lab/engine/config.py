@@ -54,18 +54,20 @@ class Sizes:
         model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         width = model.get_hidden_size()
         row_bytes = len(options.sites) * width * model.dtype.itemsize
-        budget = max(scheduler.max_num_seqs, ARENA_BYTES // (2 * row_bytes))
+        budget = min(max(scheduler.max_num_seqs, ARENA_BYTES // (2 * row_bytes)), ((1 << 31) - 1) // (2 * len(options.sites) * width))
         rows = min(options.max_captured_tokens or budget, scheduler.max_num_batched_tokens)
         if 2 * rows * len(options.sites) * width >= 1 << 31:
             raise UnsupportedError(f"max_captured_tokens={rows} needs an arena of {2 * rows * row_bytes >> 20} MiB, "
                                    f"more than 2^31 values; ask for fewer rows or points")
         bank = min(scheduler.max_num_seqs * len(options.sites), BANK_BYTES // (width * 4)) if options.edits else 1
-        return cls(scheduler.max_num_batched_tokens, 4 * scheduler.max_num_seqs, 64, max(bank, len(options.sites)),
+        return cls(scheduler.max_num_batched_tokens, 4 * scheduler.max_num_seqs, 64, max(bank, 2 * len(options.sites)),
                    rows, width)
 
 
 def refuse_unsupported(vllm_config: VllmConfig, sizes: Sizes) -> None:
     """Raise UnsupportedError when an engine option would make results wrong or is untested, naming the flag."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     checks = [
         (parallel.tensor_parallel_size > 1, "tensor parallelism is untested", "tensor_parallel_size=1"),
@@ -76,6 +78,10 @@ def refuse_unsupported(vllm_config: VllmConfig, sizes: Sizes) -> None:
          "prefill_context_parallel_size=1"),
         (vllm_config.speculative_config is not None, "rows of rejected draft tokens would be delivered",
          "speculative_config=None"),
+        (vllm_config.kv_transfer_config is not None, "a KV connector would share edited KV by tokens alone",
+         "kv_transfer_config=None"),
+        (not issubclass(scheduler.get_scheduler_cls(), Scheduler), "a foreign scheduler would not fork edited KV",
+         "scheduler_cls=None"),
         (vllm_config.model_config.runner_type != "generate", "only generating models have decode rows", "runner='generate'"),
         (vllm_config.model_config.is_encoder_decoder, "the encoder's rows are not tapped", "a decoder-only model"),
         (getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False), "it skips prompt rows",

@@ -83,11 +83,6 @@ class Courier:
         order = len(positions) - 1 - np.unique(positions[::-1], return_index=True)[1]
         return positions[order], values[torch.from_numpy(order)]
 
-    def nbytes(self, uid: str) -> int:
-        """Host bytes held for one request."""
-        held = self._held.get(uid)
-        return 0 if held is None else sum(c.values.nbytes for chunks in held.chunks.values() for c in chunks)
-
     def drop(self, uid: str) -> None:
         """Let go of one request's rows."""
         self._held.pop(uid, None)

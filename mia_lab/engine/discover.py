@@ -8,6 +8,7 @@ mid = pre + attention, post = mid + MLP, final norm(stream) = what the final nor
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,10 @@ class Layout:
     final_norm: nn.Module | None
     has_unembedding: bool
     sandwich: bool
+
+    def describe(self, sites: Sequence[tuple[str, int]]) -> str:
+        """Where the sites are, as text that changes whenever the traced code would."""
+        return repr([(site, type(self.places[site].module).__qualname__, self.places[site].at) for site in sites])
 
 
 @dataclass(slots=True)
@@ -179,8 +184,9 @@ def _convention(calls: dict[nn.Module, _Call], parent: nn.Module, blocks: list[n
 
 def _check_chain(calls: dict[nn.Module, _Call], blocks: list[nn.Module], pair: bool) -> None:
     for before, block in zip(blocks, blocks[1:]):
-        given = calls[block].inputs[0][1].double() if not pair else calls[block].stream_in()
-        if not calls[block].inputs or not _close(_post(calls[before], pair), given):
+        inputs = calls[block].inputs
+        given = inputs and (calls[block].stream_in() if pair else inputs[0][1].double())
+        if not inputs or not _close(_post(calls[before], pair), given):
             raise UnsupportedError(f"{type(block).__name__} does not read what the block before it returned")
 
 

@@ -1,7 +1,7 @@
 """Routing: once per engine step, what each row of the batch does, from the specs of the requests in it."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .tables import Plan, Program, Tables
-from .wire import Spec, of_request
+from .wire import Spec, of_request, segments
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -117,6 +117,10 @@ class Router:
             self._send(self._written)
             self._written = 0
 
+    def recover(self) -> None:
+        """After a step that was broken off: take no row for granted, so that the next step writes them all."""
+        self._written = len(self._tables.rows)
+
     def _capture(self, table: np.ndarray, req_ids: Sequence[str], owner: np.ndarray, position: np.ndarray,
                  rows: np.ndarray, plans: np.ndarray) -> Step | None:
         taken = np.flatnonzero(plans >= 0)
@@ -151,42 +155,47 @@ class Router:
         if req_id not in self._live:
             return
         _, spec = self._live.pop(req_id)
-        segments = self._segments[spec]
-        segments.users -= 1
-        if not segments.users:
-            for program in segments.held:
-                self._tables.give_program(program)
-            if segments.plan is not None:
-                self._tables.give_plan(segments.plan)
+        found = self._segments[spec]
+        found.users -= 1
+        if not found.users:
+            self._give_back(found)
             del self._segments[spec]
         self._stale = True
 
     def _resolve(self, spec: Spec) -> _Segments:
-        bounds = {0}
-        for spans in [spec.rows, *(term.spans for term in spec.terms)]:
-            bounds |= {edge for span in spans for edge in span if edge is not None}
-        starts = np.array(sorted(bounds), np.int64)
-        plan = tuple(sorted(self._site[site] for site in spec.sites)) if spec.sites and spec.rows else None
-        plan_place = NEUTRAL if plan is None else self._tables.take_plan(plan)
-        programs, plans, held = np.full(len(starts), NEUTRAL), np.full(len(starts), NEUTRAL), []
-        for i, at in enumerate(starts.tolist()):
-            program = tuple(sorted((self._site[t.kind, t.layer], t.vector, t.coeff)
-                                   for t in spec.terms if _covers(t.spans, at)))
-            if program:
-                programs[i] = self._tables.take_program(program)
-                held.append(program)
-            if plan is not None and _covers(spec.rows, at):
-                plans[i] = plan_place
-        return _Segments(starts, programs, plans, held, plan)
+        cuts = segments(spec)
+        found = _Segments(np.array([cut.start for cut in cuts], np.int64), np.full(len(cuts), NEUTRAL),
+                          np.full(len(cuts), NEUTRAL), [], None)
+        try:
+            if any(cut.captured for cut in cuts):
+                plan = tuple(sorted(self._site[site] for site in spec.sites))
+                place = self._tables.take_plan(plan)
+                found.plan = plan
+                found.plans[[cut.captured for cut in cuts]] = place
+            for i, cut in enumerate(cuts):
+                if cut.terms:
+                    program = tuple(sorted((self._site[t.kind, t.layer], t.vector, t.coeff) for t in cut.terms))
+                    found.programs[i] = self._tables.take_program(program)
+                    found.held.append(program)
+        except BaseException:
+            self._give_back(found)
+            raise
+        return found
+
+    def _give_back(self, found: _Segments) -> None:
+        for program in found.held:
+            self._tables.give_program(program)
+        if found.plan is not None:
+            self._tables.give_plan(found.plan)
 
     def _index(self) -> None:
         """Lay all segments end to end, keyed by (request, start), so that one search finds every row's segment."""
         self._place = {req_id: i for i, req_id in enumerate(self._live)}
         live = [self._segments[spec] for _, spec in self._live.values()]
         join = lambda arrays: np.concatenate(arrays) if arrays else np.empty(0, np.int64)  # noqa: E731
-        self._keys = join([(i << 32) + segments.starts for i, segments in enumerate(live)])
-        self._flat_programs = join([segments.programs for segments in live])
-        self._flat_plans = join([segments.plans for segments in live])
+        self._keys = join([(i << 32) + found.starts for i, found in enumerate(live)])
+        self._flat_programs = join([found.programs for found in live])
+        self._flat_plans = join([found.plans for found in live])
         self._stale = False
 
     def _stage(self) -> np.ndarray:
@@ -199,7 +208,3 @@ class Router:
         self._tables.rows[:rows].copy_(self._stages[self._turn][:rows], non_blocking=True)
         if self._events:
             self._events[self._turn].record()
-
-
-def _covers(spans: Iterable[tuple[int, int | None]], at: int) -> bool:
-    return any(start <= at and (stop is None or at < stop) for start, stop in spans)

@@ -16,23 +16,30 @@ def attach(scheduler: Scheduler, options: EngineOptions) -> None:
     sizes = Sizes.of(scheduler.vllm_config, options)
     refuse_unsupported(scheduler.vllm_config, sizes)
     cachekey.install()
-    capturing: dict[str, Request] = {}
+    capturing: set[str] = set()
+    largest = 0  # rows that one waiting request may capture in a step, at most
     full_budget = scheduler.max_num_scheduled_tokens
     add_request, schedule = scheduler.add_request, scheduler.schedule
 
     def add(request: Request) -> None:
+        nonlocal largest
         spec = cachekey.spec_of(request)
         if spec is not None and spec.sites and spec.rows:
-            capturing[request.request_id] = request
+            capturing.add(request.request_id)
+            largest = max(largest, _rows_ahead(request))
             # The last prompt row is always computed; an earlier one could be served from the cache, uncomputed.
             if spec.rows[0][0] < request.num_prompt_tokens - 1:
                 request.skip_reading_prefix_cache = True
         add_request(request)
 
     def schedule_within_arena(*args: Any, **kwargs: Any) -> Any:
-        for req_id in [r for r in capturing if r not in scheduler.requests]:
-            del capturing[req_id]
-        wanted = sum(_rows_ahead(request) for request in capturing.values())
+        nonlocal largest
+        if capturing:
+            capturing.intersection_update(scheduler.requests)
+            largest = largest if capturing else 0
+        running = [request for request in scheduler.running if request.request_id in capturing]
+        seats = min(len(capturing) - len(running), scheduler.max_num_running_reqs - len(scheduler.running))
+        wanted = sum(map(_rows_ahead, running)) + seats * largest
         scheduler.max_num_scheduled_tokens = (
             full_budget if wanted <= sizes.captured_tokens else min(full_budget, sizes.captured_tokens))
         return schedule(*args, **kwargs)

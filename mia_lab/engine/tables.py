@@ -84,6 +84,10 @@ class Tables:
         """Hold a vector `[d_model]` float32 on the host, from where programs bring it into the bank."""
         self._vectors[sha] = vector
 
+    def forget(self, sha: str) -> None:
+        """Let go of a vector on the host; a program that uses it keeps its place in the bank."""
+        self._vectors.pop(sha, None)
+
     def take_program(self, program: Program) -> int:
         """Return the table place of a program, writing it and its vectors where they are new."""
         index, fresh = self._programs.take(program)
@@ -91,15 +95,25 @@ class Tables:
             vec = torch.full((self.vec.shape[0], MAX_TERMS), -1, dtype=torch.int32)
             coef = torch.zeros(vec.shape)
             filled = [0] * len(vec)
-            for site, sha, weight in program:
-                place, unwritten = self._bank.take(sha)
-                if unwritten:
-                    self.bank[place].copy_(self._vectors[sha])
+            for i, (site, sha, weight) in enumerate(program):
+                try:
+                    place, unwritten = self._bank.take(sha)
+                    if unwritten:
+                        self.bank[place].copy_(self._vectors[sha])
+                except BaseException:
+                    self._undo(program, i)
+                    raise
                 vec[site, filled[site]], coef[site, filled[site]] = place, weight
                 filled[site] += 1
             self.vec[:, index].copy_(vec)
             self.coef[:, index].copy_(coef)
         return index
+
+    def _undo(self, program: Program, taken: int) -> None:
+        self._programs.give(program)
+        self._programs.evict(program)
+        for _, sha, _ in program[:taken]:
+            self._bank.give(sha)
 
     def give_program(self, program: Program) -> None:
         """Drop one use of a program; its vectors fall idle with the last."""

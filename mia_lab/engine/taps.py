@@ -88,7 +88,7 @@ def attach(module: nn.Module, side: str, tables: Tables, site: int) -> None:
         object.__setattr__(module, f"mia_{side}_{name}", tensor)
 
 
-def fingerprint(sites: tuple[tuple[str, int], ...], tables: Tables) -> str:
-    """Identity of the compiled taps, for vLLM's compile-cache key: sources, sites and table shapes."""
-    text = [Path(kernel.__file__).read_text(), Path(__file__).read_text(), repr(sites), repr(tables.sizes)]
+def fingerprint(places: str, tables: Tables) -> str:
+    """Identity of the compiled taps, for vLLM's compile-cache key: sources, places and table shapes."""
+    text = [Path(kernel.__file__).read_text(), Path(__file__).read_text(), places, repr(tables.sizes)]
     return hashlib.sha256("\0".join(text).encode()).hexdigest()[:32]

@@ -35,11 +35,16 @@ class Spec:
 
 
 def encode(uid: str, spec: Spec) -> str:
-    """Return the text that `decode` reads: the client's name for the request, a space, and JSON."""
-    return f"{uid} {_body(spec)}"
+    """Return the text that `decode` reads: the client's name for the request, a space, and JSON.
+
+    ValueError when `decode` would refuse it, for its size or a number out of range.
+    """
+    text = f"{uid} {_body(spec)}"
+    decode(text)
+    return text
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _body(spec: Spec) -> str:
     return json.dumps({"v": VERSION, "sites": spec.sites, "rows": spec.rows,
                        "terms": [[t.kind, t.layer, t.vector, t.coeff, t.spans] for t in spec.terms]},
@@ -54,7 +59,7 @@ def decode(text: str) -> tuple[str, Spec]:
     return _text(uid), _parse(body)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _parse(body: str) -> Spec:
     data = json.loads(body)
     if not isinstance(data, dict) or data.get("v") != VERSION:
@@ -70,6 +75,28 @@ def of_request(extra_args: dict | None) -> tuple[str, Spec] | None:
     """Return the name and Spec that a request carries, or None."""
     text = (extra_args or {}).get(KEY)
     return None if text is None else decode(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Positions from `start` up to the next segment's: the terms that act there, and whether they are captured."""
+
+    start: int
+    terms: tuple[Term, ...]
+    captured: bool
+
+
+@lru_cache(maxsize=256)
+def segments(spec: Spec) -> tuple[Segment, ...]:
+    """Cut the positions of a request where anything changes; the last segment has no end."""
+    edges = {0} | {edge for spans in (spec.rows, *(t.spans for t in spec.terms)) for span in spans for edge in span
+                   if edge is not None}
+    return tuple(Segment(at, tuple(t for t in spec.terms if _covers(t.spans, at)), bool(spec.sites) and _covers(spec.rows, at))
+                 for at in sorted(edges))
+
+
+def _covers(spans: tuple[Span, ...], at: int) -> bool:
+    return any(start <= at and (stop is None or at < stop) for start, stop in spans)
 
 
 def _text(value: object) -> str:

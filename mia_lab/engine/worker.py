@@ -29,7 +29,8 @@ def attach(worker: WorkerBase, options: EngineOptions) -> None:
     def load_then_tap(*args: Any, **kwargs: Any) -> None:
         load_model(*args, **kwargs)
         lab = Lab(worker, options)
-        for name in ("describe", "register", "fetch", "held", "drop", "unembed", "sample_weights"):
+        for name in ("describe", "register", "forget", "fetch", "drop", "unembed", "sample_weights",
+                     "recover"):
             setattr(worker, f"mia_{name}", getattr(lab, name))
 
     worker.load_model = load_then_tap
@@ -53,11 +54,10 @@ class Lab:
         if hasattr(runner, "model_memory_usage"):
             runner.model_memory_usage += self._tables.nbytes
         # Without this, vLLM would load the compiled graph of the same model without taps.
-        config.additional_config[KEY]["fingerprint"] = taps.fingerprint(options.sites, self._tables)
-        router = Router(self._tables, options.sites)
-        self._courier = Courier(self._tables)
+        config.additional_config[KEY]["fingerprint"] = taps.fingerprint(self._layout.describe(options.sites), self._tables)
+        self._router, self._courier = Router(self._tables, options.sites), Courier(self._tables)
         self._adapter = adapter_for(runner)
-        self._adapter.install(router, self._courier)
+        self._adapter.install(self._router, self._courier)
 
     def _install_taps(self) -> None:
         sides: dict[torch.nn.Module, dict[type, Before | After]] = {}
@@ -73,7 +73,7 @@ class Lab:
         return {"n_layers": self._layout.n_layers, "absent": self._layout.absent, "sandwich": self._layout.sandwich,
                 "available": [list(key) for key in self._layout.places], "table_bytes": self._tables.nbytes,
                 "arena_bytes": self._tables.arena.nbytes, "captured_tokens": self._sizes.captured_tokens,
-                "bank_rows": self._sizes.bank_rows, "runner": self._adapter.name,
+                "bank_rows": self._sizes.bank_rows, "programs": self._sizes.programs, "runner": self._adapter.name,
                 "has_unembedding": self._layout.has_unembedding}
 
     def register(self, vectors: dict[str, bytes]) -> None:
@@ -90,9 +90,15 @@ class Lab:
         return [(positions.tobytes(), values.contiguous().view(torch.uint8).numpy().tobytes())
                 for positions, values in found]
 
-    def held(self, uids: Sequence[str]) -> int:
-        """Host bytes held for these requests."""
-        return sum(self._courier.nbytes(uid) for uid in uids)
+    def forget(self, shas: Sequence[str]) -> None:
+        """Let go of vectors that no request uses."""
+        for sha in shas:
+            self._tables.forget(sha)
+
+    def recover(self) -> None:
+        """Put runner and tables in order after a step that was broken off."""
+        self._adapter.recover()
+        self._router.recover()
 
     def drop(self, uids: Sequence[str]) -> None:
         """Let go of these requests' rows."""

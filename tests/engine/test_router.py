@@ -185,7 +185,6 @@ def test_edges_of_adjacent_spans_meet_without_gap_or_overlap() -> None:
         check(tables, route(router, batch), batch, live)
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="bug: what a refused request took is never given back")
 def test_after_a_request_that_did_not_fit_another_is_served() -> None:
     tables, router = lab(programs=4)
     with pytest.raises(RuntimeError, match="all 4 edit programs are in use"):

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,9 +68,15 @@ def test_equal_bodies_share_one_spec() -> None:
     assert decode(encode("a", SPEC))[1] is decode(encode("b", SPEC))[1]
 
 
-def test_a_coefficient_that_json_cannot_carry_is_refused_where_it_is_written() -> None:
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        encode("r", Spec((Term("mlp_out", 2, "ab", float("nan"), ((0, 1),)),)))
+@pytest.mark.parametrize(("uid", "spec"), [
+    ("r", replace(SPEC, terms=(replace(SPEC.terms[0], coeff=float("nan")),))),
+    ("", SPEC), ("r" * 65, SPEC), ("a b", SPEC),
+    ("r", replace(SPEC, rows=((4, 4),))), ("r", replace(SPEC, sites=(("resid_post", -1),))),
+    ("r", replace(SPEC, rows=tuple((i, i + 1) for i in range(MAX_BYTES // 8)))),
+])
+def test_what_would_not_be_read_is_not_written(uid: str, spec: Spec) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        encode(uid, spec)
 
 
 # -- what is not a spec -----------------------------------------------------------------------------------------------
@@ -133,7 +140,7 @@ def test_a_text_made_to_break_the_parser_is_a_value_error(text: str) -> None:
 
 TERM = GOOD["terms"][0]
 WRONG: dict[str, str] = {
-    "no body": "r", "empty": "", "no name": encode("", SPEC), "long name": encode("r" * 65, SPEC), "a list": "r []",
+    "no body": "r", "empty": "", "no name": body()[1:], "long name": "r" * 64 + body(), "a list": "r []",
     "version": body(v=2), "no version": body(v=None), "terms are a number": body(terms=5),
     "short term": body(terms=[TERM[:4]]), "long term": body(terms=[[*TERM, 1]]),
     "no terms": "r " + json.dumps({name: GOOD[name] for name in ("v", "sites", "rows")}),

@@ -27,6 +27,9 @@ class Adapter(Protocol):
     def install(self, router: Router, courier: Courier) -> None:
         """Hook the runner. Called once, after the model is loaded."""
 
+    def recover(self) -> None:
+        """Forget a step that was broken off between its forward and its sampling."""
+
 
 def adapter_for(runner: Any) -> Adapter:
     """Return the adapter for a runner; UnsupportedError for an unknown version or runner, with what is supported."""

@@ -24,6 +24,11 @@ class V1Adapter:
                 and takes(runner._prepare_inputs, "scheduler_output", "num_scheduled_tokens")
                 and takes(runner.execute_model, "scheduler_output") and takes(runner.sample_tokens, "grammar_output"))
 
+    def recover(self) -> None:
+        """Forget a step that was broken off between its forward and its sampling."""
+        self._step = None
+        self._runner.execute_model_state = None
+
     def install(self, router: Router, courier: Courier) -> None:
         """Hook admission, routing, delivery and dummy runs."""
         runner = self._runner

@@ -24,6 +24,11 @@ class V2Adapter:
         return (state is not None and takes(state.prepare_inputs, "input_batch", "req_states")
                 and takes(runner.execute_model, "scheduler_output") and takes(runner.sample_tokens, "grammar_output"))
 
+    def recover(self) -> None:
+        """Forget a step that was broken off between its forward and its sampling."""
+        self._step = None
+        self._runner.execute_model_state = None
+
     def install(self, router: Router, courier: Courier) -> None:
         """Hook admission, routing and delivery. A dummy batch's request ids are unknown, so it routes as neutral."""
         runner, state = self._runner, self._runner.model_state
