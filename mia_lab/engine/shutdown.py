@@ -16,6 +16,9 @@ def shut_down(client: Any, alone: bool) -> None:
     if alone or core is None:
         client.shutdown()
     else:
+        finalizer = getattr(client, "_finalizer", None)
+        if finalizer is not None:
+            finalizer.detach()
         core.model_executor.shutdown()
         core.scheduler.shutdown()
     gc.collect()
