@@ -232,6 +232,11 @@ class Session:
 
         return PointTable.of(self.n_layers, self.d_model, self.dtype, self._points, self._engine.facts["absent"])
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached KV, so that the next batch computes every row; MiaError when requests still hold some."""
+        if not self._engine.llm.reset_prefix_cache():
+            raise MiaError("the prefix cache is in use and was not reset")
+
     @property
     def tapped(self) -> tuple[Point, ...]:
         """The points tapped in this session."""

@@ -73,7 +73,7 @@ def test_clean_requests_beside_steered_ones_keep_every_bit(session: mia.Session,
     options = dict(max_tokens=16, ignore_eos=True, logprobs=1)
 
     def run(edits: list | None) -> list[tuple]:
-        session._engine.llm.reset_prefix_cache()
+        session.reset_prefix_cache()
         outputs = session.completions(prompts, edits=edits, **options)
         return [(tuple(o.outputs[0].token_ids), o.outputs[0].cumulative_logprob) for o in outputs]
 

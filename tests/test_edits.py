@@ -263,7 +263,7 @@ def test_up_to_the_limit_edits_with_different_selectors_may_meet() -> None:
 def test_any_number_of_edits_may_act_at_one_point_where_they_do_not_meet() -> None:
     edits = [mia.Add(draw(D, seed=p), 1, [0], where=mia.positions([p])) for p in range(3 * MAX_TERMS)]
     assert len(compiled(*edits)[0]) == 3 * MAX_TERMS
-    with pytest.raises(EditError, match="meet at resid_post.0"):
+    with pytest.raises(EditError, match=r"meet at resid_post\.0"):
         compiled(*edits, *[mia.Add(ONES, 1, [0], where=mia.window(7, 9 + i)) for i in range(MAX_TERMS)])
 
 

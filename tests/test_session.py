@@ -237,7 +237,7 @@ def test_a_broken_off_run_leaves_neither_requests_nor_rows_nor_cached_blocks(ses
                                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = "a long prompt that fills three blocks of the cache, each of thirty-two tokens, and more"
     expected = session.completions(prompt, max_tokens=4, logprobs=1).outputs[0].cumulative_logprob
-    session._engine.llm.reset_prefix_cache()
+    session.reset_prefix_cache()
     interrupted(session, monkeypatch, ["b" * 60, prompt])
     assert not session._engine.llm.llm_engine.has_unfinished_requests()
     session.generate("a", max_tokens=1)
