@@ -3,14 +3,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Protocol, runtime_checkable
 
 import torch
 
-from .engine.wire import MAX_TERMS, Span, Spec, Term, segments
+from .engine.wire import MAX_NUMBER, MAX_TERMS, Span, Spec, Term, busiest, segments
 from .errors import EditError
 from .points import Point, kind_of
 from .selectors import CONTENT, Selector
@@ -43,17 +43,24 @@ class Add:
     _shas: dict[Point, str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.vector, torch.Tensor):  # the edit must not change with the caller's tensor
+            object.__setattr__(self, "vector", self.vector.detach().clone())
         object.__setattr__(self, "_rows", _resolve(self.vector, self.layers, self.point))
         object.__setattr__(self, "_shas", {point: digest(row) for point, row in self._rows.items()})
-        coeff = float(self.coeff)
-        if coeff != coeff or abs(coeff) == float("inf"):
-            raise EditError(f"the coefficient is {coeff}; it must be a finite number")
+        try:
+            coeff = float(self.coeff)
+        except (TypeError, ValueError, OverflowError):
+            raise EditError(f"the coefficient is {self.coeff!r}; it must be a finite number") from None
+        if not abs(coeff) <= MAX_NUMBER:
+            raise EditError(f"the coefficient is {coeff}; it must be a finite number that float32 holds")
         object.__setattr__(self, "coeff", coeff)
+        if not isinstance(self.where, Selector):
+            raise EditError(f"where={self.where!r} is no selector; type for example where=mia.prompt()")
 
     @property
     def rows(self) -> dict[Point, torch.Tensor]:
         """The vector per point, each `[d_model]` float32, before the coefficient."""
-        return self._rows
+        return dict(self._rows)
 
     def scaled(self, factor: float) -> Add:
         """The same edit with its coefficient times `factor`."""
@@ -78,12 +85,10 @@ class Add:
 
 def _resolve(vector: Directions | torch.Tensor, layers: Sequence[int] | int | None,
              point: str | None) -> dict[Point, torch.Tensor]:
-    if isinstance(layers, int):
-        layers = (layers,)
+    layers = None if layers is None else _whole(layers)
     if isinstance(vector, torch.Tensor):
         if layers is None:
             raise EditError("a bare tensor needs its layers: Add(tensor, 4.0, layers=[8])")
-        layers = tuple(layers)
         rows = vector.detach().to("cpu", torch.float32)
         rows = rows.expand(len(layers), -1) if rows.ndim == 1 else rows
         if rows.ndim != 2 or len(rows) != len(layers):
@@ -93,7 +98,7 @@ def _resolve(vector: Directions | torch.Tensor, layers: Sequence[int] | int | No
     elif isinstance(vector, Directions):
         if point is not None and kind_of(point) != vector.kind:
             raise EditError(f"the vector was fitted at {vector.kind}, the edit asks for {point}")
-        chosen = vector.layers if layers is None else tuple(layers)
+        chosen = vector.layers if layers is None else layers
         absent = [layer for layer in chosen if layer not in vector.layers]
         if absent:
             raise EditError(f"the vector has no layer {absent[0]}; it has {list(vector.layers)}")
@@ -101,11 +106,19 @@ def _resolve(vector: Directions | torch.Tensor, layers: Sequence[int] | int | No
         layers, kind = chosen, vector.kind
     else:
         raise EditError(f"an edit takes a Vector or a tensor, not {type(vector).__name__}")
-    if len(set(layers)) != len(layers) or not layers:
-        raise EditError(f"the layers {list(layers)} are not distinct" if layers else "the edit names no layer")
     if not torch.isfinite(rows).all():
         raise EditError("the vector holds NaN or infinite values")
     return {Point(kind, int(layer)): row.clone() for layer, row in zip(layers, rows)}
+
+
+def _whole(layers: Sequence[int] | int) -> tuple[int, ...]:
+    try:
+        found = tuple(index(layer) for layer in (layers if isinstance(layers, Iterable) else [layers]))
+    except TypeError:
+        raise EditError(f"layers={layers!r} are not integers") from None
+    if len(set(found)) != len(found) or not found:
+        raise EditError(f"the layers {list(found)} are not distinct" if found else "the edit names no layer")
+    return found
 
 
 def digest(vector: torch.Tensor) -> str:
@@ -138,7 +151,7 @@ def compile_edits(edits: Iterable[Add], n_prompt: int, has_bos: bool, d_model: i
             vectors[sha] = vector
             terms.append(Term(point.kind, point.layer, sha, coeff, spans))
     for segment in segments(Spec(tuple(terms))):
-        point, meeting = max(Counter((t.kind, t.layer) for t in segment.terms).items(), key=lambda i: i[1], default=("", 0))
+        point, meeting = busiest(segment)
         if meeting > MAX_TERMS:
             raise EditError(f"{meeting} edits with different selectors meet at {Point(*point)} from position {segment.start} on; "
                             f"at most {MAX_TERMS} can")
@@ -149,9 +162,13 @@ def _sum(summands: list[tuple[str, torch.Tensor, float]]) -> tuple[str, torch.Te
     """One vector and coefficient with the effect of all summands; equal vectors only add their coefficients."""
     sha, vector, _ = summands[0]
     if all(other == sha for other, _, _ in summands):
-        return sha, vector, math.fsum(coeff for _, _, coeff in summands)
-    total = sum(vector.double() * coeff for _, vector, coeff in summands).float()
-    return digest(total), total, float(total.any())
+        coeff = math.fsum(coeff for _, _, coeff in summands)
+    else:
+        vector = sum(vector.double() * coeff for _, vector, coeff in summands).float()
+        sha, coeff = digest(vector), float(vector.any())
+    if not torch.isfinite(vector * coeff).all():
+        raise EditError("these edits add up to more than float32 holds")
+    return sha, vector, coeff
 
 
 def _check(point: Point, vector: torch.Tensor, d_model: int, n_layers: int, editable: set[Point]) -> None:

@@ -37,6 +37,8 @@ class LazyTensor(torch.Tensor):
             if tuple(values.shape) != tuple(self.shape) or values.dtype != self.dtype:
                 raise RuntimeError(f"{self._name} announced {tuple(self.shape)} {self.dtype} "
                                    f"but its source gave {tuple(values.shape)} {values.dtype}")
+            if values.untyped_storage().nbytes() != values.nbytes:  # a view would keep, and follow, a larger buffer
+                values = values.clone()
             self._held, self._load = values, None
         return self._held
 
@@ -56,8 +58,27 @@ class LazyTensor(torch.Tensor):
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy(force=force)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        array = self.numpy()
-        return array if dtype is None else array.astype(dtype)
+        return np.array(self.numpy(), dtype=dtype) if copy else np.asarray(self.numpy(), dtype=dtype)
+
+    # The wrapper has no memory of its own: whatever asks for memory gets the values'.
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.get().__dlpack__(*args, **kwargs)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the storage of the values."""
+        return self.get().untyped_storage()
+
+    def data_ptr(self) -> int:
+        """Return the address of the values."""
+        return self.get().data_ptr()
+
+    def share_memory_(self) -> torch.Tensor:
+        """Return the values, moved to shared memory."""
+        return self.get().share_memory_()
+
+    def apply_(self, function: Callable[[float], float]) -> torch.Tensor:
+        """Apply a Python function to each value, and return the values."""
+        return self.get().apply_(function)
 
     def tolist(self) -> Any:
         """Return the values as nested lists."""

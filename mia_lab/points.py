@@ -4,6 +4,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import index
 
 from .errors import PointError
 
@@ -54,7 +55,7 @@ def parse(spec: str | Point | tuple[str, int], n_layers: int, *, sandwich: bool 
     Raises PointError for anything else.
     """
     if isinstance(spec, Point):
-        kind, layer = spec.kind, spec.layer
+        kind, layer = kind_of(spec.kind), spec.layer
     elif isinstance(spec, str):
         kind, layer = _split(spec, sandwich)
     else:
@@ -63,9 +64,10 @@ def parse(spec: str | Point | tuple[str, int], n_layers: int, *, sandwich: bool 
         except (TypeError, ValueError):
             raise PointError(f"a point is a name or a (kind, layer) pair, not {spec!r}") from None
         kind = kind_of(kind)
-    if isinstance(layer, bool) or not hasattr(layer, "__index__"):
-        raise PointError(f"the layer of {spec!r} is not an integer")
-    layer = layer.__index__()
+    try:
+        layer = index(None if isinstance(layer, bool) else layer)
+    except TypeError:
+        raise PointError(f"the layer of {spec!r} is not an integer") from None
     if not -n_layers <= layer < n_layers:
         raise PointError(f"layer {layer} was asked for; the model has layers 0 to {n_layers - 1}")
     return Point(kind, layer % n_layers)
@@ -73,7 +75,7 @@ def parse(spec: str | Point | tuple[str, int], n_layers: int, *, sandwich: bool 
 
 def kind_of(name: str) -> str:
     """Return the canonical kind for `name` (`"resid_post"`, `"hook_resid_post"`); PointError when unknown."""
-    kind = _TL_LEGACY.get(name, name)
+    kind = _TL_LEGACY.get(name, name) if isinstance(name, str) else None
     if kind not in KINDS:
         raise PointError(f"there is no point {name!r}; the points are {', '.join(KINDS)}")
     return kind
@@ -113,12 +115,14 @@ def select(names_filter: object, declared: Iterable[Point], n_layers: int, *, sa
     if callable(names_filter):
         found = [p for p in declared if names_filter(p.name)]
         if not found:
-            raise PointError(f"names_filter picked none of the {len(declared)} declared points, "
-                             f"{declared[0].name} to {declared[-1].name}")
+            span = f", {declared[0].name} to {declared[-1].name}" if declared else ""
+            raise PointError(f"names_filter picked none of the {len(declared)} declared points{span}")
         return found
     if isinstance(names_filter, (str, Point)) or (isinstance(names_filter, tuple) and len(names_filter) == 2
                                                   and not isinstance(names_filter[1], str)):
         names_filter = [names_filter]
+    if not isinstance(names_filter, Iterable):
+        raise PointError(f"{names_filter!r} names no points; give a kind, a point, a list of these, or a function of names")
     wanted: set[Point] = set()
     for item in names_filter:
         if isinstance(item, str) and (item in KINDS or item in _TL_LEGACY):

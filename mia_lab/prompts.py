@@ -1,6 +1,7 @@
 """Prompts: text, token ids or chat messages, made into token ids and checked before anything runs."""
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +35,8 @@ def _is_one(value: Any) -> bool:
     if isinstance(value, str):
         return True
     if isinstance(value, torch.Tensor):
-        return value.ndim == 1
-    if not isinstance(value, Sequence):
+        return value.ndim < 2
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
         raise PromptError(f"a prompt is a string, a list of token ids or a list of chat messages, not {type(value).__name__}")
     return bool(value) and (isinstance(value[0], int) or _is_message(value[0]))
 
@@ -49,13 +50,13 @@ def _ids(prompt: Any, index: int, tokenizer: Any, max_len: int) -> list[int]:
         if not prompt:
             raise PromptError(f"prompt {index} is empty")
         ids = list(tokenizer.encode(prompt))
-    elif isinstance(prompt, torch.Tensor):
+    elif isinstance(prompt, torch.Tensor) and prompt.ndim:
         ids = prompt.tolist()
     elif isinstance(prompt, Sequence) and prompt and all(map(_is_message, prompt)):
         if not getattr(tokenizer, "chat_template", None):
             raise PromptError("this model's tokenizer has no chat template; give the prompt as plain text")
         ids = list(tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False))
-    elif isinstance(prompt, Sequence):
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
         ids = list(prompt)
     else:
         raise PromptError(f"prompt {index} is of type {type(prompt).__name__}; "
@@ -63,9 +64,9 @@ def _ids(prompt: Any, index: int, tokenizer: Any, max_len: int) -> list[int]:
     if not ids:
         raise PromptError(f"prompt {index} is empty")
     vocab = len(tokenizer)
-    wrong = next((t for t in ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab), None)
-    if wrong is not None:
-        raise PromptError(f"prompt {index} holds {wrong!r}, which is no token id of this model (0 to {vocab - 1})")
+    wrong = [t for t in ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab]
+    if wrong:
+        raise PromptError(f"prompt {index} holds {wrong[0]!r}, which is no token id of this model (0 to {vocab - 1})")
     if len(ids) >= max_len:
         raise PromptError(f"prompt {index} has {len(ids)} tokens; the context holds {max_len} with at least one generated. "
                           f"Shorten it or load with max_model_len={len(ids) + 1} or more")
@@ -76,16 +77,14 @@ def resolve_at(at: Any, n_prompt: int) -> list[int]:
     """Return the prompt positions that `at` names: an int, a slice, a list of ints, or None for all."""
     every = range(n_prompt)
     try:
-        if isinstance(at, bool):
+        if isinstance(at, (bool, str)):
             raise TypeError
-        if at is None:
-            found = list(every)
-        elif isinstance(at, slice):
-            found = list(every[at])
-        elif isinstance(at, int):
-            found = [every[at]]
+        if at is None or isinstance(at, slice):
+            found = list(every[at or slice(None)])
+        elif hasattr(at, "__index__") and not getattr(at, "ndim", 0):
+            found = [every[operator.index(at)]]
         else:
-            found = [every[int(p)] for p in at]
+            found = [every[operator.index(p)] for p in at]
     except (IndexError, TypeError, ValueError):
         raise PromptError(f"at={at!r} does not fit a prompt of {n_prompt} tokens (positions 0 to {n_prompt - 1})") from None
     if not found:

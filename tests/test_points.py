@@ -96,13 +96,11 @@ def test_what_is_no_point_is_an_error_that_says_what_to_type(spec: object, says:
     assert says in asked(parse, spec, N_LAYERS)
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="bug: not every unusable pair becomes a PointError")
 @pytest.mark.parametrize("spec", [([], 1), ("resid_post", torch.tensor(1.5))])
 def test_a_pair_of_the_wrong_types_is_a_point_error(spec: object) -> None:
     asked(parse, spec, N_LAYERS)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: the kind of a Point is not checked")
 def test_a_point_of_an_unknown_kind_is_an_error() -> None:
     assert "there is no point 'resid_pots'" in asked(parse, Point("resid_pots", 3), N_LAYERS)
 
@@ -184,7 +182,6 @@ def test_gaps_between_tapped_layers_are_listed() -> None:
     assert "Tapped: none. " in str(undeclared("resid_pre", []))
 
 
-@pytest.mark.xfail(strict=True, raises=(TypeError, IndexError), reason="bug: these filters do not give a PointError")
 @pytest.mark.parametrize(("chosen", "tapped"), [(5, TAPPED), (lambda name: True, [])])
 def test_an_unusable_filter_is_a_point_error(chosen: object, tapped: list[Point]) -> None:
     asked(select, chosen, tapped, N_LAYERS)

@@ -29,15 +29,15 @@ class Vector:
     def __getitem__(self, key: int | slice | Sequence[int]) -> Vector:
         """The vector at one layer, a slice of layer numbers, or a list of them."""
         if isinstance(key, slice):
-            if key.step not in (None, 1):
-                raise EditError("a slice of layers has no step")
+            if key.step not in (None, 1) or min(key.start or 0, key.stop or 0) < 0:
+                raise EditError(f"the vector has no {key}; a slice of layers has no step and counts from 0")
             wanted = [l for l in self.layers if (key.start is None or l >= key.start) and (key.stop is None or l < key.stop)]
         else:
-            wanted = [key] if isinstance(key, int) else list(key)
+            wanted = list(key) if isinstance(key, Iterable) else [key]
         absent = [layer for layer in wanted if layer not in self.layers]
         if absent or not wanted:
-            asked = f"layer {absent[0]}" if absent else f"layers {key.start} to {key.stop}"
-            raise EditError(f"the vector has no {asked}; it has layers {list(self.layers)}")
+            span = f"layers {key.start} to {key.stop}" if isinstance(key, slice) else f"layer {absent[0] if absent else key}"
+            raise EditError(f"the vector has no {span}; it has layers {list(self.layers)}")
         index = [self.layers.index(layer) for layer in wanted]
         return replace(self, layers=tuple(wanted), rows=self.rows[index], raw_norms=self.raw_norms[index], unit=self.unit[index])
 
@@ -79,6 +79,8 @@ def read_pairs(pairs: Iterable) -> tuple[list, list]:
                 raise EditError(f"pair {i} has the keys {sorted(pair)}; a pair needs {' or '.join(map(str, PAIR_KEYS))}")
             pair = (pair[names[0]], pair[names[1]])
         try:
+            if isinstance(pair, str):
+                raise TypeError
             one, other = pair
         except (TypeError, ValueError):
             raise EditError(f"pair {i} is not (positive, negative): {pair!r}") from None

@@ -97,9 +97,7 @@ class Tables:
             filled = [0] * len(vec)
             for i, (site, sha, weight) in enumerate(program):
                 try:
-                    place, unwritten = self._bank.take(sha)
-                    if unwritten:
-                        self.bank[place].copy_(self._vectors[sha])
+                    place = self._place_vector(sha)
                 except BaseException:
                     self._undo(program, i)
                     raise
@@ -108,6 +106,17 @@ class Tables:
             self.vec[:, index].copy_(vec)
             self.coef[:, index].copy_(coef)
         return index
+
+    def _place_vector(self, sha: str) -> int:
+        place, fresh = self._bank.take(sha)
+        if fresh:
+            try:
+                self.bank[place].copy_(self._vectors[sha])
+            except BaseException:
+                self._bank.give(sha)
+                self._bank.evict(sha)
+                raise
+        return place
 
     def _undo(self, program: Program, taken: int) -> None:
         self._programs.give(program)

@@ -3,12 +3,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
 KEY = "mia_lab"  # in SamplingParams.extra_args and in VllmConfig.additional_config
 VERSION = 1
 MAX_BYTES = 1 << 20
+MAX_NUMBER = 3.4e38  # the tables hold float32
 MAX_TERMS = 4  # vectors that may meet at one point of one row
 
 Span = tuple[int, int | None]
@@ -61,14 +63,23 @@ def decode(text: str) -> tuple[str, Spec]:
 
 @lru_cache(maxsize=256)
 def _parse(body: str) -> Spec:
-    data = json.loads(body)
+    try:
+        data = json.loads(body)
+    except RecursionError:
+        raise ValueError("the spec is nested too deeply") from None
     if not isinstance(data, dict) or data.get("v") != VERSION:
         raise ValueError(f"a spec needs v={VERSION}")
     try:
-        return Spec(tuple(Term(_text(k), _index(l), _text(v), _number(c), _spans(s)) for k, l, v, c, s in data["terms"]),
+        spec = Spec(tuple(Term(_text(k), _index(l), _text(v), _number(c), _spans(s)) for k, l, v, c, s in data["terms"]),
                     tuple((_text(k), _index(l)) for k, l in data["sites"]), _spans(data["rows"]))
     except (KeyError, TypeError) as error:
         raise ValueError(f"the spec is malformed: {error!r}") from None
+    if len(set(spec.sites)) != len(spec.sites):
+        raise ValueError("a captured point is named twice")
+    crowded = next((cut.start for cut in segments(spec) if busiest(cut)[1] > MAX_TERMS), None)
+    if crowded is not None:
+        raise ValueError(f"more than {MAX_TERMS} edits meet at one point from position {crowded} on")
+    return spec
 
 
 def of_request(extra_args: dict | None) -> tuple[str, Spec] | None:
@@ -95,6 +106,12 @@ def segments(spec: Spec) -> tuple[Segment, ...]:
                  for at in sorted(edges))
 
 
+def busiest(segment: Segment) -> tuple[tuple[str, int], int]:
+    """Return the point where most terms of a segment meet, and how many."""
+    counts = Counter((term.kind, term.layer) for term in segment.terms)
+    return counts.most_common(1)[0] if counts else (("", 0), 0)
+
+
 def _covers(spans: tuple[Span, ...], at: int) -> bool:
     return any(start <= at and (stop is None or at < stop) for start, stop in spans)
 
@@ -112,8 +129,8 @@ def _index(value: object) -> int:
 
 
 def _number(value: object) -> float:
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"expected a finite number, got {value!r}")
+    if not isinstance(value, (int, float)) or not abs(value) <= MAX_NUMBER:
+        raise ValueError(f"expected a number that float32 holds, got {value!r}")
     return float(value)
 
 

@@ -236,7 +236,6 @@ def test_a_program_that_did_not_fit_is_written_when_it_does() -> None:
     assert contents(t, t.take_program(((0, "e", 1.0), (1, "f", 1.0), (2, "g", 1.0)))) != []
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a vector that was not registered keeps its bank place, unwritten")
 def test_a_program_whose_vector_was_unknown_is_written_once_it_is_registered() -> None:
     t = tables()
     program: Program = ((0, "a", 1.0), (1, "late", 1.0))

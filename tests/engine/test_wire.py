@@ -17,7 +17,7 @@ SPEC = Spec((Term("mlp_out", 2, "ab" * 16, -0.5, ((1, 2), (5, None))),), (("resi
 
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=64)
 indices = st.integers(0, (1 << 31) - 1)
-numbers = st.floats(allow_nan=False, allow_infinity=False)
+numbers = st.floats(-3.4e38, 3.4e38)
 
 
 @st.composite
@@ -124,10 +124,8 @@ def test_a_garbled_text_raises_nothing_but_value_error(start: int, length: int, 
 
 
 @pytest.mark.parametrize("text", [
-    pytest.param("r " + "[" * 100_000, id="deep", marks=pytest.mark.xfail(
-        strict=True, raises=RecursionError, reason="bug: deep nesting exhausts the parser's stack")),
-    pytest.param(body(terms=[["mlp_out", 2, "ab", 10**400, [[1, 2]]]]), id="huge", marks=pytest.mark.xfail(
-        strict=True, raises=OverflowError, reason="bug: math.isfinite of an integer that no float holds")),
+    pytest.param("r " + "[" * 100_000, id="deep"),
+    pytest.param(body(terms=[["mlp_out", 2, "ab", 10**400, [[1, 2]]]]), id="huge"),
     pytest.param(body(terms=[["mlp_out", 2, "ab", 1, [[1, 10**400]]]]), id="huge position"),
     pytest.param("r " + json.dumps(GOOD).replace("-0.5", "9" * 5000), id="huge beyond Python's limit"),
     pytest.param("r " + json.dumps(GOOD).replace("-0.5", "1e999"), id="1e999"),
@@ -168,13 +166,11 @@ def test_what_is_just_within_bounds_passes(rows: list) -> None:
     assert decode(encode("r" * 64, SPEC)) == ("r" * 64, SPEC)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: more terms at one point than a program holds reach the worker's table")
 def test_more_terms_than_may_meet_are_refused() -> None:
     with pytest.raises(ValueError, match=r"."):
         decode(body(terms=[[*TERM[:2], str(i), 1.0, [[0, None]]] for i in range(5)]))
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a site named twice delivers arena rows that were not written")
 def test_a_site_named_twice_is_refused() -> None:
     with pytest.raises(ValueError, match=r"."):
         decode(body(sites=[["resid_post", 3]] * 2))
