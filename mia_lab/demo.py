@@ -6,6 +6,8 @@ from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
+from .analysis.vectors import Vector
+from .edits import Add
 from .session import Session
 from .show.html import page
 from .show.parts import Bars, Part, Prose, Table
@@ -69,9 +71,7 @@ def _report(session: Session, say: Callable[[str], None]) -> list[Part]:
     ]
 
 
-def _three_ways(session: Session, vector, prompts: list[str]) -> tuple[list[str], list[str], list[str]]:
-    from .edits import Add
-
+def _three_ways(session: Session, vector: Vector, prompts: list[str]) -> tuple[list[str], list[str], list[str]]:
     edits = [None] * len(prompts) + [[Add(vector, COEFF)]] * len(prompts) + [[Add(vector, -COEFF)]] * len(prompts)
     texts = [text.replace("\n", " ").strip() for text in session.generate(prompts * 3, max_tokens=MAX_TOKENS, edits=edits)]
     n = len(prompts)

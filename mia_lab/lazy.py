@@ -21,7 +21,7 @@ class LazyTensor(torch.Tensor):
     _name: str
 
     @staticmethod
-    def __new__(cls, load: Callable[[], torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype,
+    def __new__(cls: type, load: Callable[[], torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype,
                 name: str = "tensor") -> LazyTensor:
         tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu", requires_grad=False)
         tensor._load, tensor._held, tensor._name = load, None, name

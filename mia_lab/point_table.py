@@ -3,11 +3,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from .lazy import human_bytes
-from .points import KINDS, Point, _ranges
+from .points import KINDS, Point, ranges
+
+if TYPE_CHECKING:
+    from .show.parts import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +27,12 @@ class PointTable:
         rows = []
         for kind, meaning in KINDS.items():
             layers = [p.layer for p in tapped if p.kind == kind]
-            where = f"absent: {absent[kind]}" if kind in absent else f"layers {_ranges(layers)}" if layers else "not tapped"
+            where = f"absent: {absent[kind]}" if kind in absent else f"layers {ranges(layers)}" if layers else "not tapped"
             rows.append({"point": kind, "name": f"blocks.{{0..{n_layers - 1}}}.hook_{kind}", "shape": f"[batch pos {d_model}]",
                          "tapped": where, "bytes a token": human_bytes(d_model * dtype.itemsize), "meaning": meaning})
         return cls(tuple(rows))
 
-    def _part(self):
+    def _part(self) -> Table:
         from .show.parts import Table
 
         return Table(tuple(self.data[0]), tuple(tuple(row.values()) for row in self.data))

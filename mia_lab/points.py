@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import index
 
@@ -41,9 +41,6 @@ class Point:
 
     def __str__(self) -> str:
         return f"{self.kind}.{self.layer}"
-
-
-PointLike = "str | Point | tuple[str, int]"
 
 
 def parse(spec: str | Point | tuple[str, int], n_layers: int, *, sandwich: bool = False) -> Point:
@@ -100,9 +97,6 @@ def _split(spec: str, sandwich: bool) -> tuple[str, int]:
     raise PointError(f"there is no point {spec!r}; type for example ('resid_post', 3); the points are {', '.join(KINDS)}")
 
 
-NamesFilter = "str | Iterable | Callable[[str], bool] | None"
-
-
 def select(names_filter: object, declared: Iterable[Point], n_layers: int, *, sandwich: bool = False) -> list[Point]:
     """Return the declared points that `names_filter` picks, in order of layer.
 
@@ -143,12 +137,13 @@ def select(names_filter: object, declared: Iterable[Point], n_layers: int, *, sa
 def undeclared(asked: str, declared: Iterable[Point]) -> PointError:
     """The error for a point that exists but that this session does not tap."""
     held = {kind: [p.layer for p in declared if p.kind == kind] for kind in KINDS}
-    text = "; ".join(f"{kind} at layers {_ranges(layers)}" for kind, layers in held.items() if layers) or "none"
+    text = "; ".join(f"{kind} at layers {ranges(layers)}" for kind, layers in held.items() if layers) or "none"
     return PointError(f"{asked} is not tapped in this session. Tapped: {text}. "
                       f"Load with Session(..., points=[...]) that includes it")
 
 
-def _ranges(layers: list[int]) -> str:
+def ranges(layers: list[int]) -> str:
+    """Return ascending layers as text, a run of them as `a to b`."""
     layers = sorted(layers)
     if len(layers) > 1 and layers == list(range(layers[0], layers[-1] + 1)):
         return f"{layers[0]} to {layers[-1]}"

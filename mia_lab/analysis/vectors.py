@@ -31,7 +31,7 @@ class Vector:
         if isinstance(key, slice):
             if key.step not in (None, 1) or min(key.start or 0, key.stop or 0) < 0:
                 raise EditError(f"the vector has no {key}; a slice of layers has no step and counts from 0")
-            wanted = [l for l in self.layers if (key.start is None or l >= key.start) and (key.stop is None or l < key.stop)]
+            wanted = [n for n in self.layers if (key.start or 0) <= n and (key.stop is None or n < key.stop)]
         else:
             wanted = list(key) if isinstance(key, Iterable) else [key]
         absent = [layer for layer in wanted if layer not in self.layers]

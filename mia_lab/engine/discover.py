@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -183,7 +184,7 @@ def _convention(calls: dict[nn.Module, _Call], parent: nn.Module, blocks: list[n
 
 
 def _check_chain(calls: dict[nn.Module, _Call], blocks: list[nn.Module], pair: bool) -> None:
-    for before, block in zip(blocks, blocks[1:]):
+    for before, block in pairwise(blocks):
         inputs = calls[block].inputs
         given = inputs and (calls[block].stream_in() if pair else inputs[0][1].double())
         if not inputs or not _close(_post(calls[before], pair), given):

@@ -6,8 +6,12 @@ loads general plugins in every process, before it builds schedulers and workers.
 from __future__ import annotations
 
 from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 from .config import EngineOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 def register() -> None:
@@ -29,7 +33,7 @@ def register() -> None:
             attach(self.worker, options)
 
     @wraps(init_scheduler)
-    def with_scheduler(self: Scheduler, vllm_config, *args, **kwargs) -> None:
+    def with_scheduler(self: Scheduler, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         init_scheduler(self, vllm_config, *args, **kwargs)
         options = EngineOptions.of(vllm_config)
         if options is not None:

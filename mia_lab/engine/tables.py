@@ -1,7 +1,8 @@
 """The fixed-address tables that the taps read, and the host's book of who uses which entry."""
 from __future__ import annotations
 
-from typing import Generic, Hashable, TypeVar
+from collections.abc import Hashable
+from typing import Generic, TypeVar
 
 import torch
 

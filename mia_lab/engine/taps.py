@@ -7,8 +7,10 @@ are alike still compile once. Which rows do what is data in the tables; the trac
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,10 +65,10 @@ def swap(module: nn.Module, before: Before | None, after: After | None) -> None:
     module.__class__ = _SWAPPED[key]
 
 
-def _forward(base: type, before: Before | None, after: After | None):
+def _forward(base: type, before: Before | None, after: After | None) -> Callable[..., Any]:
     inner = base.forward
 
-    def forward(self, *args, **kwargs):
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if before is not None:
             residual = None if before.residual is None else before.residual.pick(args, kwargs)
             tap_(before.x.pick(args, kwargs), residual, self.mia_in_rows, self.mia_in_vec, self.mia_in_coef,

@@ -70,8 +70,8 @@ def _parse(body: str) -> Spec:
     if not isinstance(data, dict) or data.get("v") != VERSION:
         raise ValueError(f"a spec needs v={VERSION}")
     try:
-        spec = Spec(tuple(Term(_text(k), _index(l), _text(v), _number(c), _spans(s)) for k, l, v, c, s in data["terms"]),
-                    tuple((_text(k), _index(l)) for k, l in data["sites"]), _spans(data["rows"]))
+        spec = Spec(tuple(Term(_text(k), _index(n), _text(v), _number(c), _spans(s)) for k, n, v, c, s in data["terms"]),
+                    tuple((_text(k), _index(n)) for k, n in data["sites"]), _spans(data["rows"]))
     except (KeyError, TypeError) as error:
         raise ValueError(f"the spec is malformed: {error!r}") from None
     if len(set(spec.sites)) != len(spec.sites):

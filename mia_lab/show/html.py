@@ -6,6 +6,7 @@ from html import escape
 from .parts import Bars, Part, Prose, Table
 
 _CELL = "padding:2px 10px 2px 0;text-align:left;vertical-align:top;border-bottom:1px solid rgba(128,128,128,0.25)"
+_LABEL = "padding:1px 10px;text-align:right;font-weight:normal"
 _POSITIVE, _NEGATIVE = "rgba(230,126,34,0.75)", "rgba(41,128,185,0.75)"
 
 
@@ -37,11 +38,12 @@ def _lower(part: Part) -> str:
 
 def _bars(labels: tuple[str, ...], values: tuple[float, ...], caption: str) -> str:
     top = max((abs(v) for v in values), default=0.0) or 1.0
+    zero = 50 if min(values, default=0.0) < 0 else 0  # per cent of the width where the bars begin
     rows = []
     for label, value in zip(labels, values):
-        width, colour = 45 * abs(value) / top, _POSITIVE if value >= 0 else _NEGATIVE
-        left = 50 if value >= 0 else 50 - width
+        width, colour = (100 - zero) * abs(value) / top, _POSITIVE if value >= 0 else _NEGATIVE
+        left = zero if value >= 0 else zero - width
         bar = f"<div style='margin-left:{left:.1f}%;width:{width:.1f}%;height:12px;background:{colour}'></div>"
-        rows.append(f"<tr><th scope='row' style='{_CELL}'>{escape(label)}</th><td style='width:320px'>{bar}</td>"
-                    f"<td style='{_CELL};padding-left:8px'>{value:+.3g}</td></tr>")
+        rows.append(f"<tr><th scope='row' style='{_LABEL}'>{escape(label)}</th><td style='width:320px'>{bar}</td>"
+                    f"<td style='{_LABEL}'>{value:+.3g}</td></tr>")
     return f"<p>{escape(caption)}</p><table style='border-collapse:collapse'><tbody>{''.join(rows)}</tbody></table>"

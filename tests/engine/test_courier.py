@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from mia_lab.kernels.tap import tap_reference
 
 from mia_lab.engine.config import Sizes
 from mia_lab.engine.courier import Courier
 from mia_lab.engine.router import Router
 from mia_lab.engine.tables import Tables
 from mia_lab.engine.wire import KEY, Spec, Term, encode
+from mia_lab.kernels.tap import tap_reference
 
 SITES = [("resid_post", 0), ("mlp_out", 0), ("resid_post", 1)]
 WIDTH, TOKENS = 5, 16

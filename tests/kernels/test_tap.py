@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 import torch
+
 from mia_lab.kernels.tap import tap_, tap_cuda, tap_reference
 
 ROWS, PROGRAMS, K, PLANS, VECTORS = 14, 5, 4, 3, 6

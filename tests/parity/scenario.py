@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from parity import reference
 
 import mia_lab as mia
 from mia_lab.points import KINDS, Point
+from mia_lab.selectors import CONTENT
+from parity import reference
 
-TIGHT = dict(max_model_len=256, max_num_batched_tokens=64, max_num_seqs=8, max_captured_tokens=48, block_size=32, 
+TIGHT = dict(max_model_len=256, max_num_batched_tokens=64, max_num_seqs=8, max_captured_tokens=48, block_size=32,
  num_gpu_blocks_override=12, enable_prefix_caching=True, disable_log_stats=False)
 NEW_TOKENS = 40
 
@@ -32,11 +33,11 @@ def requests(session: mia.Session, dose: float = 0.7, seed: int = 0) -> list[Req
     draw = torch.Generator().manual_seed(seed)
     low, high = (3, 320) if session.d_model < 256 else (1000, 20000)
     bos = session.tokenizer.bos_token_id
-    long = [bos] + torch.randint(low, high, (139,), generator=draw).tolist()
-    short = [bos] + torch.randint(low, high, (40,), generator=draw).tolist()
+    long = [bos, *torch.randint(low, high, (139,), generator=draw).tolist()]
+    short = [bos, *torch.randint(low, high, (40,), generator=draw).tolist()]
     tapped = {p.kind for p in session.tapped}
 
-    def add(kind: str, layer: int, where: Any = mia.window(1)) -> mia.Add:
+    def add(kind: str, layer: int, where: Any = CONTENT) -> mia.Add:
         vector = torch.randn(session.d_model, generator=draw)
         unit = units["resid_pre" if kind == "resid_pre" else "resid_post"]
         return mia.Add(vector / vector.norm() * unit[layer] * dose, 1.0, [layer], kind, where)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+
 from parity import reference, scenario
 
 pytestmark = pytest.mark.full

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tiny
+
 from parity import scenario
 
 pytestmark = pytest.mark.full

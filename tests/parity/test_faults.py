@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
-from parity import scenario
-from parity.test_prefix_cache import cached_and_checked, edit, fresh_prompt
 
 import mia_lab as mia
 from mia_lab import proof
 from mia_lab.engine import cachekey, router, worker
 from mia_lab.errors import ProofError
+from parity import scenario
+from parity.test_prefix_cache import cached_and_checked, edit, fresh_prompt
 
 pytestmark = pytest.mark.full
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from parity import reference, scenario
 
 import mia_lab as mia
+from parity import reference, scenario
 
 pytestmark = pytest.mark.full
 

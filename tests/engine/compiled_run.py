@@ -1,0 +1,53 @@
+"""One engine in a process of its own, under the compile pipeline that GPUs use: `python compiled_run.py MODEL TOKENIZER tapped|bare`.
+
+The CPU platform swaps vLLM's backend for plain Inductor, where no artefact is ever reloaded; this puts it back.
+"""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+
+def use_vllm_backend() -> None:
+    """Undo the CPU platform's choice of compile mode: split graphs, vLLM's pass manager, reloaded artefacts."""
+    from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
+    from vllm.config import CompilationMode
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        compilation = vllm_config.compilation_config
+        compilation.mode, compilation.compile_sizes = CompilationMode.VLLM_COMPILE, []
+        compilation.splitting_ops = ["vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"]
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    FixFunctionalizationPass.__call__ = lambda self, graph: None  # it names operators that only CUDA builds have
+
+
+def main(model: str, tokenizer: str, kind: str) -> None:
+    """Run the parity scenario, or the model without taps, and print what is compared."""
+    use_vllm_backend()
+    import tiny
+    from parity import scenario
+
+    import mia_lab as mia
+    from mia_lab.launch import bare_engine
+
+    options = dict(tokenizer=tokenizer, dtype="float32", **scenario.TIGHT)
+    if kind == "bare":
+        options.pop("max_captured_tokens")
+        print("bare", len(bare_engine(model, options).generate("hello", use_tqdm=False)))
+        return
+    with mia.Session(model, points=scenario.all_kinds(), **options) as session:
+        outcomes = scenario.run(session, scenario.requests(session))
+        row, logprob = scenario.compare(outcomes, tiny.load(Path(model)).double(), session.tapped)
+        print(f"errors {row} {logprob}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,36 @@
+"""One form of parts, two lowerings that never disagree."""
+from __future__ import annotations
+
+import re
+
+from mia_lab.show import html, text
+from mia_lab.show.parts import Bars, Prose, Table
+
+PARTS = (Prose("Title", 1), Prose("Words & <more>."), Table(("a", "b"), (("1", "x"), ("22", "y"))), Bars(("up", "down"), (2.0, -1.0), "effect"))
+
+
+def test_text_is_aligned() -> None:
+    assert text.render(*PARTS) == (
+        "Title\n-----\n\nWords & <more>.\n\na   b\n1   x\n22  y\n\neffect  value\nup      +2\ndown    -1")
+
+
+def test_html_is_escaped_and_holds_every_cell() -> None:
+    page = html.render(*PARTS)
+    assert "Words &amp; &lt;more&gt;." in page
+    for cell in ("1", "x", "22", "y", "+2", "-1", "effect"):
+        assert f">{cell}<" in page
+    assert "<script" not in page
+    assert "<style" not in page
+
+
+def test_bars_share_a_scale_and_a_zero() -> None:
+    found = re.findall(r"margin-left:([\d.]+)%;width:([\d.]+)%", html.render(Bars(("up", "down"), (2.0, -1.0))))
+    assert found == [("50.0", "50.0"), ("25.0", "25.0")]
+    assert re.findall(r"margin-left:([\d.]+)%;width:([\d.]+)%", html.render(Bars(("a", "b"), (2.0, 1.0)))) == [("0.0", "100.0"), ("0.0", "50.0")]
+
+
+def test_a_page_stands_alone() -> None:
+    page = html.page("T & t", *PARTS)
+    assert page.startswith("<!doctype html>")
+    assert "<title>T &amp; t</title>" in page
+    assert "http" not in page
