@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -73,7 +74,8 @@ class Engine:
         register()
         options = {"use_tqdm_on_load": False} | options
         additional = dict(options.pop("additional_config", None) or {}) | {KEY: asked.as_json()}
-        with _environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process))}):
+        with _environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process))}), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # vLLM's own, of torch
             from vllm import LLM
 
             self._llm: Any = LLM(model=model, additional_config=additional, **options)
