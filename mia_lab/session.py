@@ -1,12 +1,12 @@
 """Session: one vLLM model with taps. Everything a notebook does starts here."""
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from . import prompts as prompts_
@@ -331,13 +331,15 @@ class Session:
 
     def _check_memory(self, ids: list[list[int]], specs: Sequence[Spec], max_tokens: int) -> None:
         """Refuse a capture that the host could not hold."""
+        if not any(spec.sites for spec in specs):
+            return
         row = self.d_model * self.dtype.itemsize
         wanted = 0
         for prompt, spec in zip(ids, specs):
             end = min(len(prompt) + max_tokens, self.max_len)
             rows = sum(max(0, (end if b is None else min(b, end)) - a) for a, b in spec.rows)
             wanted += rows * len(spec.sites) * row
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = psutil.virtual_memory().available
         if wanted > 0.8 * free:
             raise PromptError(f"this capture would take {human_bytes(wanted)} of the {human_bytes(free)} of memory that are free; "
                               f"ask for fewer points, layers or positions, or run it in parts")

@@ -87,7 +87,7 @@ def requirement(name: str, among: list[str]) -> Requirement:
 
 def test_the_core_stays_light() -> None:
     core = {Requirement(line).name for line in PYPROJECT["project"]["dependencies"]}
-    assert core == {"einops", "filelock", "numpy", "safetensors", "torch"}
+    assert core == {"einops", "filelock", "numpy", "psutil", "safetensors", "torch"}
 
 
 def test_every_folder_with_code_is_packaged() -> None:

@@ -346,3 +346,12 @@ def test_a_separate_process_gives_the_same_rows(open_tiny: Callable[..., Any]) -
     assert torch.allclose(cache.stack_activation("mlp_out"), expected, atol=1e-5)
     assert torch.allclose(there.unit(), unit)
     assert logits.argmax(-1)[0, cache.n_prompt[0] - 1] == cache.tokens[0][cache.n_prompt[0]]
+
+
+def test_a_capture_that_the_host_cannot_hold_is_refused(session: mia.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 10_000})())
+    with pytest.raises(PromptError, match="fewer points"):
+        session.run_with_cache(PROMPT)
+    assert session.capture(PROMPT, layers=1).shape == (128,)
