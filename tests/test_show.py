@@ -6,7 +6,8 @@ import re
 from mia_lab.show import html, text
 from mia_lab.show.parts import Bars, Prose, Table
 
-PARTS = (Prose("Title", 1), Prose("Words & <more>."), Table(("a", "b"), (("1", "x"), ("22", "y"))), Bars(("up", "down"), (2.0, -1.0), "effect"))
+PARTS = (Prose("Title", 1), Prose("Words & <more>."), Table(("a", "b"), (("1", "x"), ("22", "y"))),
+         Bars(("up", "down"), (2.0, -1.0), "effect"))
 
 
 def test_text_is_aligned() -> None:
@@ -23,10 +24,14 @@ def test_html_is_escaped_and_holds_every_cell() -> None:
     assert "<style" not in page
 
 
+def drawn(*values: float) -> list[tuple[str, str]]:
+    """The left edge and width of each bar, in per cent."""
+    return re.findall(r"margin-left:([\d.]+)%;width:([\d.]+)%", html.render(Bars(("up", "down"), values)))
+
+
 def test_bars_share_a_scale_and_a_zero() -> None:
-    found = re.findall(r"margin-left:([\d.]+)%;width:([\d.]+)%", html.render(Bars(("up", "down"), (2.0, -1.0))))
-    assert found == [("50.0", "50.0"), ("25.0", "25.0")]
-    assert re.findall(r"margin-left:([\d.]+)%;width:([\d.]+)%", html.render(Bars(("a", "b"), (2.0, 1.0)))) == [("0.0", "100.0"), ("0.0", "50.0")]
+    assert drawn(2.0, -1.0) == [("50.0", "50.0"), ("25.0", "25.0")]
+    assert drawn(2.0, 1.0) == [("0.0", "100.0"), ("0.0", "50.0")]
 
 
 def test_a_page_stands_alone() -> None:
