@@ -1,6 +1,7 @@
 """The engine behind a session: starting vLLM with the taps declared, running requests, calling the worker."""
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import warnings
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 _CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 _VECTOR_BYTES = 256 << 20  # registered vectors that the worker keeps on its host
-_in_this_process = 0  # engines that share this process's distributed state
+_in_this_process: weakref.WeakSet = weakref.WeakSet()  # LLMs that share this process's distributed state
 
 
 @contextmanager
@@ -60,9 +61,16 @@ def bare_engine(model: str, options: dict[str, Any]) -> Any:
     with _environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
         from vllm import LLM
 
-        global _in_this_process
-        _in_this_process += 1
-        return LLM(model=model, **options)
+        llm = LLM(model=model, **options)
+    _in_this_process.add(llm)
+    return llm
+
+
+def close_engine(llm: Any) -> None:
+    """Shut one LLM down and return its memory; engines beside it in this process go on."""
+    here = llm in _in_this_process
+    _in_this_process.discard(llm)
+    shut_down(llm.llm_engine.engine_core, alone=not here or not _in_this_process)
 
 
 class Engine:
@@ -79,9 +87,9 @@ class Engine:
             from vllm import LLM
 
             self._llm: Any = LLM(model=model, additional_config=additional, **options)
-        self._in_process, self._broken = in_process, ""
-        global _in_this_process
-        _in_this_process += in_process
+        self._broken = ""
+        if in_process:
+            _in_this_process.add(self._llm)
         self._dropped: list[str] = []
         self._known: dict[str, None] = {}  # vectors that the worker holds, by address, least recently used first
         self.config = self._llm.llm_engine.vllm_config
@@ -166,12 +174,12 @@ class Engine:
         """Shut the engine down and return its memory."""
         if self._llm is None:
             return
-        global _in_this_process
-        engine, self._llm = self._llm.llm_engine, None
-        _in_this_process -= self._in_process
-        client = engine.engine_core
-        del engine
-        shut_down(client, alone=not _in_this_process or not self._in_process)
+        llm, self._llm = self._llm, None
+        close_engine(llm)
+        del llm
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 class EngineRows:

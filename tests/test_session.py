@@ -1,6 +1,7 @@
 """A Session as its users see it, on a tiny model with an ordinary, compiled engine."""
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -303,8 +304,10 @@ def test_a_closed_session_says_so_and_keeps_what_was_fetched(open_tiny: Callable
     session = open_tiny("llama", points=["resid_post"], max_model_len=64, enforce_eager=True)
     logits, cache = session.run_with_cache(PROMPT)
     kept = cache["resid_post", 1].get()
+    executor = weakref.ref(session._engine.llm.llm_engine.engine_core.engine_core.model_executor)
     session.close()
     session.close()
+    assert executor() is None, "the engine, and with it the model's memory, is still held"
     assert torch.equal(cache["resid_post", 1].get(), kept)
     assert repr(session).endswith("closed")
     with pytest.raises(MissingRowsError, match="fetch"):

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ..edits import Add
-from ..launch import bare_engine
+from ..launch import bare_engine, close_engine
 from ..session import Session
 from .shapes import SHAPES, write
 
@@ -85,6 +85,7 @@ def measure(shape: str, batches: list[int], rounds: int, engine: dict[str, Any])
                 print(f"{row.case:32} batch {row.batch:4}: {row.native_ms:7.3f} -> {row.case_ms:7.3f} ms a step, "
                       f"{(row.ratio - 1) * 100:+.2f} % [{(row.low - 1) * 100:+.2f}, {(row.high - 1) * 100:+.2f}]", flush=True)
         session.close()
+        close_engine(native)
     return rows
 
 

@@ -1,10 +1,7 @@
 """Ending one engine of several in a process."""
 from __future__ import annotations
 
-import gc
 from typing import Any
-
-import torch
 
 
 def shut_down(client: Any, alone: bool) -> None:
@@ -21,6 +18,3 @@ def shut_down(client: Any, alone: bool) -> None:
             finalizer.detach()
         core.model_executor.shutdown()
         core.scheduler.shutdown()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

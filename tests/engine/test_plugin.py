@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from mia_lab.launch import bare_engine
+from mia_lab.launch import bare_engine, close_engine
 
 pytestmark = pytest.mark.full
 
@@ -24,4 +24,4 @@ def test_an_engine_without_the_opt_in_is_left_alone(models: Path) -> None:
     assert not [name for name in ("execute_model", "sample_tokens", "_prepare_inputs") if name in vars(worker.model_runner)]
     assert not [name for name in ("schedule", "add_request") if name in vars(core.scheduler)]
     assert not [m for m in worker.model_runner.get_model().modules() if type(m).__name__.startswith("Tapped")]
-    llm.llm_engine.engine_core.shutdown()
+    close_engine(llm)
