@@ -18,7 +18,7 @@ from .errors import EditError, MiaError, PointError, PromptError
 from .launch import Engine, EngineRows, read_config
 from .lazy import LazyTensor, human_bytes
 from .models import resolve
-from .points import KINDS, Point, parse, select
+from .points import KINDS, Point, kind_of, parse, select
 from .selectors import Span, merge
 
 if TYPE_CHECKING:
@@ -220,9 +220,10 @@ class Session:
         stream over neutral text without BOS. Measured once a model, then read from the cache folder."""
         from .analysis.units import measure_unit
 
-        if point not in self._units:
-            self._units[point] = measure_unit(self, point)
-        return self._units[point]
+        kind = kind_of(point)
+        if kind not in self._units:
+            self._units[kind] = measure_unit(self, kind)
+        return self._units[kind]
 
     # -- looking ------------------------------------------------------------------------------------------------------
 

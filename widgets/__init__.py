@@ -1,1 +1,1 @@
-"""Notebook controls: thin ipywidgets over the session, each with a twin HTML output that outlives the kernel."""
+"""Notebook controls, and the scripts and styles that views inline."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..points import kind_of
 from .units import neutral_rows
 from .vectors import Vector
 
@@ -22,4 +23,4 @@ def matched_random(session: Session, point: str = "resid_post", *, seed: int = 0
     weights = torch.randn(len(rows), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     raw = torch.einsum("r,rld->ld", weights, rows.double() - rows.double().mean(0)).float()
     unit, norms = session.unit(point), raw.norm(dim=-1)
-    return Vector(point, layers, raw * (unit / norms)[:, None], norms, unit, f"matched_random({seed})")
+    return Vector(kind_of(point), layers, raw * (unit / norms)[:, None], norms, unit, f"matched_random({seed})")
