@@ -1,7 +1,7 @@
 """Delivery: captured rows leave the arena on a side stream and wait on the host, by request and position."""
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,17 +20,12 @@ class _Chunk:
     ready: torch.cuda.Event | None
 
 
-@dataclass(slots=True)
-class _Held:
-    chunks: dict[str, list[_Chunk]] = field(default_factory=dict)  # by the engine's request id
-
-
 class Courier:
     """Copies each step's part of the arena to the host, and hands out rows by (request, absolute position)."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, dict[str, list[_Chunk]]] = {}  # by the client's name, then the engine's request
         self._cuda = tables.device.type == "cuda"
         self._stream = torch.cuda.Stream(tables.device) if self._cuda else None
         self._left: list[torch.cuda.Event | None] = [None, None]  # per half: when its last copy is done
@@ -61,8 +56,7 @@ class Courier:
             lo = part.lo - step.lo
             shape = (len(part.positions), len(part.plan), width)
             values = host[lo : lo + shape[0] * shape[1] * width].view(shape)
-            held = self._held.setdefault(part.uid, _Held())
-            held.chunks.setdefault(part.req_id, []).append(_Chunk(part.positions, part.plan, values, ready))
+            self._held.setdefault(part.uid, {}).setdefault(part.req_id, []).append(_Chunk(part.positions, part.plan, values, ready))
 
     def rows(self, uid: str, site: int) -> tuple[np.ndarray, torch.Tensor]:
         """Return the positions `[n]`, ascending, and values `[n d_model]` held for one request at one site.
@@ -72,9 +66,9 @@ class Courier:
         held = self._held.get(uid)
         if held is None:
             return np.empty(0, np.int64), torch.empty(0, self._tables.sizes.width, dtype=self._tables.arena.dtype)
-        if len(held.chunks) > 1:
-            raise RuntimeError(f"{len(held.chunks)} engine requests share the capture {uid!r}; capture with n=1")
-        (chunks,) = held.chunks.values()
+        if len(held) > 1:
+            raise RuntimeError(f"{len(held)} engine requests share the capture {uid!r}; capture with n=1")
+        (chunks,) = held.values()
         for chunk in chunks:
             if chunk.ready is not None:
                 chunk.ready.synchronize()
