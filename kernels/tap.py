@@ -1,13 +1,16 @@
-"""The fused tap: steer a row of the stream and copy it out, in one pass, by what the tables say.
+"""The fused tap: edit a row and copy it out, in one pass, by what the tables say.
 
-One operator serves every point. For each row of the batch `rows` holds (program, plan, arena base, unused); -1 is
-neutral. A program names up to K vectors of the bank with their coefficients; a plan names where in the arena, after
-the row's base, this point's value goes. Tables keep their addresses for the life of the engine, so a captured CUDA
-graph replays with whatever they hold.
+One operator serves every point. For each row of the batch `rows` names an edit program and a capture plan; -1 is
+neutral. `index` gives a program's terms at this point, a run of lines in `words` and `numbers` (see `program.py`),
+whose vectors are in `bank`. `offsets` gives, for a plan, where in the arena after the row's base this point's value goes
+as it was before the edits and as it is after them. Tables keep their addresses for the life of the engine, so a captured
+CUDA graph replays with whatever they hold.
 """
 from __future__ import annotations
 
 import torch
+
+from . import program as P
 
 try:
     import triton
@@ -18,90 +21,259 @@ except ImportError:  # a CPU build without Triton runs the reference
 Tensor = torch.Tensor
 
 
-def tap_reference(x: Tensor, residual: Tensor | None, rows: Tensor, vec: Tensor, coef: Tensor, bank: Tensor,
-                  offsets: Tensor, arena: Tensor) -> None:
+def tap_reference(x: Tensor, residual: Tensor | None, rows: Tensor, index: Tensor, words: Tensor, numbers: Tensor,
+                  bank: Tensor, offsets: Tensor, arena: Tensor, measures: Tensor, opens: Tensor) -> None:
     """Apply the tap in place with plain torch operators, on any device.
 
     x `[..., d]`: the half of the stream that is edited; residual `[..., d]` or None: the other half.
-    rows int32 `[tokens 4]`; vec int32 and coef float32 `[programs K]`; bank float32 `[vectors d]`;
-    offsets int32 `[plans]`; arena `[values]`, flat. Sums are in float32 and cast once.
+    rows int32 `[tokens 5]`; index int32 `[programs 2]`: first term and how many; words int32 and numbers float32
+    `[terms 8]`; bank float32 `[vectors width]`, width >= d; offsets int32 `[plans 2]`: before, after; arena `[values]`, flat;
+    measures float32 `[tokens gates]`; opens int32 `[slots gates]`. Sums are in float32 and cast once.
     """
     d = x.shape[-1]
     flat = x.view(-1, d)
+    other = None if residual is None else residual.view(-1, d)
     table = rows[: flat.shape[0]]
-    edited = (table[:, 0] >= 0).nonzero().flatten()
+    count = torch.where(table[:, P.PROGRAM] >= 0, index[table[:, P.PROGRAM].clamp(min=0).long(), 1], 0)
+    edited = (count > 0).nonzero().flatten()
+    _capture(flat, other, table, offsets[:, 0], arena, wide=False)
     if edited.numel():
-        program = table[edited, 0].long()
-        delta = torch.zeros(len(edited), d, device=x.device)
-        for k in range(vec.shape[1]):
-            index = vec[program, k].long()
-            term = coef[program, k, None] * bank[index.clamp(min=0)]
-            delta += torch.where(index[:, None] >= 0, term, 0.0)
-        here = vec[program, 0] >= 0
-        edited, delta = edited[here], delta[here]
-        flat[edited] = (flat[edited].float() + delta).to(x.dtype)
-    taken = (table[:, 1] >= 0).nonzero().flatten()
+        first = index[table[edited, P.PROGRAM].long(), 0].long()
+        value = flat[edited].float()
+        whole = value if other is None else value + other[edited].float()
+        delta = _run(whole, table[edited], edited, first, count[edited], words, numbers, bank[:, :d], measures, opens)
+        flat[edited] = (value + delta).to(x.dtype)
+    _capture(flat, other, table, offsets[:, 1], arena, wide=False)
+
+
+def _capture(flat: Tensor, other: Tensor | None, table: Tensor, offsets: Tensor, arena: Tensor, wide: bool) -> None:
+    offset = torch.where(table[:, P.PLAN] >= 0, offsets[table[:, P.PLAN].clamp(min=0).long()], -1)
+    taken = (offset >= 0).nonzero().flatten()
     if taken.numel():
-        offset = offsets[table[taken, 1].long()].long()
-        taken, offset = taken[offset >= 0], offset[offset >= 0]
-        value = flat[taken].float()
-        if residual is not None:
-            value = value + residual.view(-1, d)[taken].float()
-        place = table[taken, 2].long() + offset
-        arena[place[:, None] + torch.arange(d, device=x.device)] = value.to(arena.dtype)
+        value = flat[taken].float() if other is None else flat[taken].float() + other[taken].float()
+        ratio = 4 // arena.element_size() if wide else 1
+        place = (table[taken, P.BASE].long() + offset[taken].long()) // ratio
+        target = arena.view(torch.float32) if wide else arena
+        target[place[:, None] + torch.arange(flat.shape[1], device=flat.device)] = value.to(target.dtype)
+
+
+def _run(whole: Tensor, table: Tensor, row: Tensor, first: Tensor, count: Tensor, words: Tensor, numbers: Tensor,
+         bank: Tensor, measures: Tensor, opens: Tensor) -> Tensor:
+    """Return what the programs of some rows add to their values `whole [n d]`; term by term, all rows at once."""
+    delta = torch.zeros_like(whole)
+    seen = whole.clone()
+    for k in range(int(count.max())):
+        live = k < count
+        line = (first + k).clamp(max=len(words) - 1)
+        w, f = words[line], numbers[line]
+        op, flags, position = w[:, P.OP], w[:, P.FLAGS], table[:, P.POSITION]
+        seen = torch.where((live & ((flags & P.FRESH) > 0))[:, None], whole + delta, seen)
+        reads = (op == P.AFFINE) | (op == P.CLIP) | (op == P.FEATURE) | (op == P.MEASURE)
+        p = (seen * bank[w[:, P.READ].clamp(min=0).long()]).sum(1) if bool((reads & live).any()) else torch.zeros_like(f[:, 0])
+        coeff = torch.where(live & _open(w, table, row, f, measures, opens), _scheduled(w, f, position), 0.0)
+        _measure(live & (op == P.MEASURE), w, f, seen, p, row, bank, measures)
+        vector = bank[(w[:, P.WRITE] + torch.where((flags & P.ALIGNED) > 0, position - w[:, P.ORIGIN], 0)).clamp(min=0).long()]
+        weight = torch.where(op == P.ADD, coeff, coeff * _activation(op, f, p))
+        column = torch.arange(whole.shape[1], device=whole.device)
+        inside = (column >= w[:, P.FIRST_COLUMN, None]) & (column < w[:, P.LAST_COLUMN, None]) & (coeff != 0)[:, None]
+        step = torch.where((op <= P.FEATURE)[:, None], weight[:, None] * vector, coeff[:, None] * seen)
+        delta = torch.where(inside & (op <= P.SCALE)[:, None], delta + step, delta)
+        if bool((op == P.RENORM).any()):
+            now = whole + delta
+            factor = seen.norm(dim=1) / now.norm(dim=1)
+            delta = torch.where(((op == P.RENORM) & (coeff != 0))[:, None], now * factor[:, None] - whole, delta)
+    return delta
+
+
+def _open(w: Tensor, table: Tensor, row: Tensor, f: Tensor, measures: Tensor, opens: Tensor) -> Tensor:
+    gate = w[:, P.GATE].clamp(min=0).long()
+    per_row = measures[row, gate] > f[:, P.LEVEL]
+    held = table[:, P.POSITION] >= opens[table[:, P.SLOT].clamp(min=0).long(), gate]
+    return (w[:, P.GATE] < 0) | (w[:, P.OP] == P.MEASURE) | torch.where((w[:, P.FLAGS] & P.PER_ROW) > 0, per_row, held)
+
+
+def _scheduled(w: Tensor, f: Tensor, position: Tensor) -> Tensor:
+    return f[:, P.COEFF] * torch.exp2(f[:, P.RATE] * (position - w[:, P.ORIGIN]))
+
+
+def _activation(op: Tensor, f: Tensor, p: Tensor) -> Tensor:
+    """What multiplies the WRITE vector, for terms that read."""
+    affine = f[:, P.SLOPE] * p + f[:, P.OFFSET]
+    clip = torch.minimum(torch.maximum(p, f[:, P.LOW]), f[:, P.HIGH]) - p
+    unit = p + f[:, P.OFFSET]
+    feature = f[:, P.LOW] - torch.where(unit > f[:, P.THRESHOLD], unit, 0.0)
+    return torch.where(op == P.AFFINE, affine, torch.where(op == P.CLIP, clip, feature))
+
+
+def _measure(wanted: Tensor, w: Tensor, f: Tensor, seen: Tensor, p: Tensor, row: Tensor, bank: Tensor, measures: Tensor) -> None:
+    at = wanted.nonzero().flatten()
+    if not at.numel():
+        return
+    w, f, flags = w[at], f[at], w[at, P.FLAGS]
+    mean = torch.where((w[:, P.WRITE] >= 0)[:, None], bank[w[:, P.WRITE].clamp(min=0).long()], 0.0)
+    length = (seen[at] - mean).norm(dim=1)
+    reading = torch.where((flags & P.COSINE) > 0, (p[at] + f[:, P.OFFSET]) / length, p[at] + f[:, P.OFFSET])
+    signed = f[:, P.COEFF] * reading
+    taken = torch.where((flags & P.VOTE) > 0, (signed > f[:, P.THRESHOLD]).float(), signed)
+    gate = w[:, P.GATE].long()
+    measures[row[at], gate] = taken + torch.where((flags & P.BEGINS) > 0, 0.0, measures[row[at], gate])
 
 
 if triton is not None:
 
+    _ADD, _AFFINE, _CLIP, _FEATURE, _SCALE, _RENORM, _MEASURE = (tl.constexpr(op) for op in range(7))
+    _FRESH, _PER_ROW, _ALIGNED, _COSINE, _VOTE, _BEGINS = (tl.constexpr(1 << bit) for bit in range(6))
+
     @triton.jit
-    def _tap(x, residual, rows, vec, coef, bank, offsets, arena, d, x_stride, r_stride,
-             K: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+    def _program(h0, at, row, rows, index, words, numbers, bank, measures, opens, width, cols, mask,
+                 GATES: tl.constexpr, BLOCK: tl.constexpr):
+        """Run one row's program on its value `h0`; return what it adds."""
+        position = tl.load(rows + row * 5 + 3)
+        slot = tl.load(rows + row * 5 + 4)
+        first = tl.load(index + at * 2)
+        count = tl.load(index + at * 2 + 1)
+        delta = tl.zeros([BLOCK], dtype=tl.float32)
+        seen = h0
+        for k in range(count):
+            w = words + (first + k) * 8
+            f = numbers + (first + k) * 8
+            op = tl.load(w)
+            flags = tl.load(w + 7)
+            gate = tl.load(w + 3)
+            write = tl.load(w + 2)
+            origin = tl.load(w + 6)
+            coeff = tl.load(f)
+            rate = tl.load(f + 5)
+            threshold = tl.load(f + 6)
+            if rate != 0:
+                coeff *= tl.exp2(rate * (position - origin).to(tl.float32))
+            if (gate >= 0) & (op != _MEASURE):
+                if (flags & _PER_ROW) > 0:
+                    is_open = tl.load(measures + row * GATES + gate) > tl.load(f + 7)
+                else:
+                    is_open = position >= tl.load(opens + slot * GATES + gate)
+                coeff = tl.where(is_open, coeff, 0.0)
+            if (flags & _FRESH) > 0:
+                seen = h0 + delta
+            if coeff != 0:
+                weight = coeff
+                offset = tl.load(f + 2)
+                p = 0.0
+                if (op != _ADD) & (op != _SCALE) & (op != _RENORM):
+                    u = tl.load(bank + tl.load(w + 1).to(tl.int64) * width + cols, mask=mask, other=0.0)
+                    p = tl.sum(seen * u, axis=0)
+                    low = tl.load(f + 3)
+                    if op == _AFFINE:
+                        weight = coeff * (tl.load(f + 1) * p + offset)
+                    elif op == _CLIP:
+                        weight = coeff * (tl.minimum(tl.maximum(p, low), tl.load(f + 4)) - p)
+                    elif op == _FEATURE:
+                        weight = coeff * (low - tl.where(p + offset > threshold, p + offset, 0.0))
+                if op == _MEASURE:
+                    reading = p + offset
+                    if (flags & _COSINE) > 0:
+                        mean = tl.load(bank + write.to(tl.int64) * width + cols, mask=mask & (write >= 0), other=0.0)
+                        away = tl.where(mask, seen - mean, 0.0)
+                        reading = reading / tl.sqrt_rn(tl.sum(away * away, axis=0))
+                    taken = coeff * reading
+                    if (flags & _VOTE) > 0:
+                        taken = tl.where(taken > threshold, 1.0, 0.0)
+                    if (flags & _BEGINS) == 0:
+                        taken += tl.load(measures + row * GATES + gate)
+                    tl.store(measures + row * GATES + gate, taken)
+                elif op == _RENORM:
+                    now = h0 + delta
+                    factor = tl.sqrt_rn(tl.sum(seen * seen, axis=0)) / tl.sqrt_rn(tl.sum(now * now, axis=0))
+                    delta = now * factor - h0
+                else:
+                    inside = (cols >= tl.load(w + 4)) & (cols < tl.load(w + 5))
+                    if op == _SCALE:
+                        delta += tl.where(inside, coeff * seen, 0.0)
+                    else:
+                        if (flags & _ALIGNED) > 0:
+                            write += position - origin
+                        vector = tl.load(bank + write.to(tl.int64) * width + cols, mask=mask & inside, other=0.0)
+                        delta += weight * vector
+        return delta
+
+    @triton.jit
+    def _tap(x, residual, rows, index, words, numbers, bank, offsets, arena, measures, opens, d, width, x_stride, r_stride,
+             HAS_RESIDUAL: tl.constexpr, EDITS: tl.constexpr, GATES: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
-        program = tl.load(rows + row * 4)
-        plan = tl.load(rows + row * 4 + 1)
+        program = tl.load(rows + row * 5)
+        plan = tl.load(rows + row * 5 + 1)
         if (program < 0) & (plan < 0):
             return
-        cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        mask = cols < d
-        at = x + row * x_stride + cols
-        value = tl.load(at, mask=mask)
-        if program >= 0:
-            first = tl.load(vec + program * K)
-            if first >= 0:
-                delta = tl.zeros([BLOCK], dtype=tl.float32)
-                for k in range(K):
-                    index = tl.load(vec + program * K + k).to(tl.int64)
-                    weight = tl.load(coef + program * K + k)
-                    delta += weight * tl.load(bank + index * d + cols, mask=mask & (index >= 0), other=0.0)
-                value = (value.to(tl.float32) + delta).to(x.dtype.element_ty)
-                tl.store(at, value, mask=mask)
+        before = -1
+        after = -1
         if plan >= 0:
-            offset = tl.load(offsets + plan).to(tl.int64)
-            if offset >= 0:
-                base = tl.load(rows + row * 4 + 2).to(tl.int64)
-                total = value.to(tl.float32)
-                if HAS_RESIDUAL:
-                    total += tl.load(residual + row * r_stride + cols, mask=mask).to(tl.float32)
-                tl.store(arena + base + offset + cols, total.to(arena.dtype.element_ty), mask=mask)
+            before = tl.load(offsets + plan * 2)
+            after = tl.load(offsets + plan * 2 + 1)
+        count = 0
+        if EDITS and program >= 0:
+            count = tl.load(index + program * 2 + 1)
+        if (before < 0) & (after < 0) & (count == 0):
+            return
+        cols = tl.arange(0, BLOCK)
+        mask = cols < d
+        base = tl.load(rows + row * 5 + 2).to(tl.int64)
+        value = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        other = tl.zeros([BLOCK], dtype=tl.float32)
+        if HAS_RESIDUAL:
+            other = tl.load(residual + row * r_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        if before >= 0:
+            tl.store(arena + (base + before) // RATIO + cols, (value + other).to(arena.dtype.element_ty), mask=mask)
+        if count > 0:
+            delta = _program(value + other, program, row, rows, index, words, numbers, bank, measures, opens, width, cols, mask,
+                             GATES, BLOCK)
+            edited = (value + delta).to(x.dtype.element_ty)
+            tl.store(x + row * x_stride + cols, edited, mask=mask)
+            value = edited.to(tl.float32)
+        if after >= 0:
+            tl.store(arena + (base + after) // RATIO + cols, (value + other).to(arena.dtype.element_ty), mask=mask)
 
 
-def tap_cuda(x: Tensor, residual: Tensor | None, rows: Tensor, vec: Tensor, coef: Tensor, bank: Tensor,
-             offsets: Tensor, arena: Tensor) -> None:
-    """Apply the tap in place with one Triton launch; a neutral row costs one 8-byte read. Arguments as the reference."""
+def _launch(edits: bool, wide: bool, x: Tensor, residual: Tensor | None, rows: Tensor, index: Tensor, words: Tensor, numbers: Tensor,
+            bank: Tensor, offsets: Tensor, arena: Tensor, measures: Tensor, opens: Tensor) -> None:
     d = x.shape[-1]
     flat = x.view(-1, d)
     other = flat if residual is None else residual.view(-1, d)
-    block = min(1024, triton.next_power_of_2(d))
-    _tap[(flat.shape[0], triton.cdiv(d, block))](
-        flat, other, rows, vec, coef, bank, offsets, arena, d, flat.stride(0), other.stride(0),
-        K=vec.shape[1], HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=4)
+    block = triton.next_power_of_2(d)
+    _tap[(flat.shape[0],)](
+        flat, other, rows, index, words, numbers, bank, offsets, arena.view(torch.float32) if wide else arena,
+        measures, opens, d, bank.stride(0), flat.stride(0), other.stride(0), HAS_RESIDUAL=residual is not None, EDITS=edits,
+        GATES=measures.shape[1], RATIO=4 // arena.element_size() if wide else 1, BLOCK=block, num_warps=min(16, max(1, block // 512)))
 
 
+def tap_cuda(*args: Tensor | None) -> None:
+    """Apply the tap in place with one Triton launch; a neutral row costs one 8-byte read. Arguments as the reference."""
+    _launch(True, False, *args)
+
+
+def read_cuda(x: Tensor, *args: Tensor | None, wide: bool) -> None:
+    """Capture only, with one Triton launch."""
+    _launch(False, wide, x, *args)
+
+
+def read_reference(x: Tensor, residual: Tensor | None, rows: Tensor, index: Tensor, words: Tensor, numbers: Tensor, bank: Tensor,
+                   offsets: Tensor, arena: Tensor, measures: Tensor, opens: Tensor, *, wide: bool) -> None:
+    """Capture only: for views of a larger tensor, which declared as edited would be cloned. Arguments as `tap_reference`.
+
+    wide: the values are stored as float32, whatever the arena's type.
+    """
+    flat = x.view(-1, x.shape[-1])
+    for side in (0, 1):
+        _capture(flat, residual, rows[: len(flat)], offsets[:, side], arena, wide)
+
+
+_TABLES = "Tensor rows, Tensor index, Tensor words, Tensor numbers, Tensor bank, Tensor offsets, Tensor(b!) arena"
 _LIBRARY = torch.library.Library("mia_lab", "DEF")
-_LIBRARY.define("tap_(Tensor(a!) x, Tensor? residual, Tensor rows, Tensor vec, Tensor coef, Tensor bank, "
-                "Tensor offsets, Tensor(b!) arena) -> ()")
-_LIBRARY.impl("tap_", tap_reference, "CPU")
-_LIBRARY.impl("tap_", tap_cuda, "CUDA")
-_LIBRARY.impl("tap_", lambda *args: None, "Meta")
+_LIBRARY.define(f"tap_(Tensor(a!) x, Tensor? residual, {_TABLES}, Tensor(c!) measures, Tensor opens) -> ()")
+_LIBRARY.define(f"read_(Tensor x, Tensor? residual, {_TABLES}, Tensor measures, Tensor opens, *, bool wide) -> ()")
+for _name, _reference, _cuda in (("tap_", tap_reference, tap_cuda), ("read_", read_reference, read_cuda)):
+    _LIBRARY.impl(_name, _reference, "CPU")
+    _LIBRARY.impl(_name, _cuda, "CUDA")
+    _LIBRARY.impl(_name, lambda *args, **kwargs: None, "Meta")
 
 tap_ = torch.ops.mia_lab.tap_.default
+read_ = torch.ops.mia_lab.read_.default

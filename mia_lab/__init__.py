@@ -6,9 +6,13 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOME = {"Session": "session", "Add": "edits", "Point": "points", "ActivationCache": "cache", "LazyTensor": "lazy",
-         "Vector": "analysis.vectors", "MiaError": "errors",
-         **dict.fromkeys(("everywhere", "prompt", "generated", "last", "window", "positions"), "selectors")}
+_HOME = {"Session": "session", "Point": "points", "ActivationCache": "cache", "LazyTensor": "lazy", "Vector": "analysis.vectors",
+         "MiaError": "errors",
+         **dict.fromkeys(("Edit", "Add", "Ablate", "Clamp", "Scale", "Replace", "Affine", "ClampFeature"), "edits"),
+         **dict.fromkeys(("Probe", "Gate", "After", "Decay"), "gates"),
+         **dict.fromkeys(("Project", "Norm", "TopK", "SAE", "Mean", "Mass"), "reductions"),
+         **dict.fromkeys(("everywhere", "prompt", "generated", "last", "window", "positions", "tokens", "special", "span", "role"),
+                         "selectors")}
 __all__ = sorted(_HOME)
 
 

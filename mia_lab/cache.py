@@ -1,34 +1,52 @@
 """ActivationCache: the captured values of a batch, by point, in TransformerLens shapes and spellings."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Protocol
 
 import torch
 
 from .errors import MissingRowsError, PointError
 from .lazy import LazyTensor, human_bytes
-from .points import Point, parse, undeclared
+from .points import DERIVED, Point, parse, undeclared
 
 
 class RowSource(Protocol):
-    """Where rows come from: per prompt, ascending positions `[n]` and values `[n d]` at one point."""
+    """Where rows come from: per prompt, ascending positions `[n]` and values `[n *shape]` at one point."""
 
-    def rows(self, point: Point, prompts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]: ...
+    def rows(self, point: Point, prompts: Sequence[int], before: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]: ...
+
+    def pattern(self, point: Point, prompts: Sequence[int], at: Sequence[Sequence[int]]) -> list[torch.Tensor]: ...
+
+    def experts(self, point: Point, prompts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A captured batch: the token at each computed position of each prompt, and how many of them are the prompt's."""
+    """A captured batch: the token at each computed position of each prompt, and how many of them are the prompt's.
+
+    shapes, dtypes: of one row at each point. before: rows were read before the edits at their point, not after.
+    """
 
     tokens: tuple[tuple[int, ...], ...]
     n_prompt: tuple[int, ...]
-    width: int
-    dtype: torch.dtype
+    shapes: Mapping[Point, tuple[int, ...]]
+    dtypes: Mapping[Point, torch.dtype]
     n_layers: int
     sandwich: bool = False
+    rotary: bool = False
+    before: bool = False
+
+    def point(self, key: object) -> Point:
+        """Return the Point that a key names."""
+        return parse(key, self.n_layers, sandwich=self.sandwich, rotary=self.rotary)
+
+    def row_bytes(self, point: Point) -> int:
+        """Bytes of one row."""
+        return prod(self.shapes[point]) * self.dtypes[point].itemsize
 
     @property
     def n_positions(self) -> tuple[int, ...]:
@@ -37,15 +55,17 @@ class Batch:
 
 
 class ActivationCache:
-    """Maps points to lazy tensors `[batch pos d_model]`, right-padded with NaN; `mask [batch pos]` is True on real rows.
+    """Maps points to lazy tensors `[batch pos d_model]` (heads: `[batch pos head d_head]`), right-padded with NaN;
+    `mask [batch pos]` is True on real rows.
 
     `cache["resid_post", 3]`, `cache["blocks.3.hook_resid_post"]` and `cache["model.layers.3.output"]` are one tensor;
     `cache[i]` is prompt i alone, unpadded. Generated positions follow the prompt's: `n_prompt[i]` marks the border.
     A row that should have been computed and was not raises MissingRowsError when its values are used.
     """
 
-    def __init__(self, source: RowSource, points: Sequence[Point], batch: Batch) -> None:
+    def __init__(self, source: RowSource, points: Sequence[Point], batch: Batch, logits: LazyTensor | None = None) -> None:
         self._source: RowSource | None = source
+        self._logits = logits
         self._points, self._batch = list(points), batch
         self._held: dict[Point, LazyTensor] = {}
 
@@ -73,13 +93,49 @@ class ActivationCache:
     def __getitem__(self, key: object) -> LazyTensor | PromptView:
         if isinstance(key, int) and not isinstance(key, bool):
             return PromptView(self, range(len(self.n_prompt))[key])
-        point = parse(key, self._batch.n_layers, sandwich=self._batch.sandwich)
-        if point not in self._points:
+        point = self._batch.point(key)
+        if point.kind == "logits" and self._logits is not None:
+            return self._logits
+        if point not in self._held and point.kind == "pattern":
+            heads, width = self._batch.shapes[Point("q", point.layer)][0], self.mask.shape[1]
+            shape = (len(self.n_prompt), heads, width, width)
+            self._held[point] = LazyTensor(partial(self.pattern, point.layer), shape, torch.float32, str(point))
+        if point not in self._points and point not in self._held:
             raise undeclared(str(point), self._points)
         if point not in self._held:
-            shape = (len(self.n_prompt), max(self._batch.n_positions), self._batch.width)
-            self._held[point] = LazyTensor(partial(_padded, self._source, self._batch, point), shape, self._batch.dtype, str(point))
+            shape = (len(self.n_prompt), max(self._batch.n_positions), *self._batch.shapes[point])
+            load = partial(_padded, self._source, self._batch, point)
+            self._held[point] = LazyTensor(load, shape, self._batch.dtypes[point], str(point))
         return self._held[point]
+
+    def experts(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the experts that the router of a block chose: weights `[batch pos k]` float32, padded with NaN, and ids
+        `[batch pos k]`, padded with -1. Chosen by vLLM's own routing from the captured router logits; PointError without them."""
+        point = self._batch.point(("router", layer))
+        if point not in self._points or self._source is None:
+            raise undeclared(str(point), self._points)
+        found = self._source.experts(point, range(len(self.n_prompt)))
+        k = found[0][0].shape[1]
+        weights = torch.full((*self.mask.shape, k), float("nan"))
+        ids = torch.full(weights.shape, -1)
+        for i, (n, (w, e)) in enumerate(zip(self._batch.n_positions, found)):
+            weights[i, :n], ids[i, :n] = w[:n], e[:n]
+        return weights, ids
+
+    def pattern(self, layer: int) -> torch.Tensor:
+        """Return the attention of a block, `[batch head pos pos]` float32, padded with NaN: rebuilt on the device from the
+        captured queries and keys. pos x pos x head floats a prompt: for a few rows, use `Session.capture(..., "pattern")`."""
+        point = self._batch.point(("pattern", layer))
+        lacking = [Point(kind, point.layer) for kind in DERIVED["pattern"] if Point(kind, point.layer) not in self._points]
+        if lacking or self._source is None:
+            raise undeclared(str(lacking[0] if lacking else point), self._points)
+        at = [list(range(n)) for n in self._batch.n_positions]
+        found = self._source.pattern(point, range(len(at)), at)
+        width = self.mask.shape[1]
+        out = torch.full((len(at), found[0].shape[1], width, width), float("nan"))
+        for i, rows in enumerate(found):  # [pos head key]
+            out[i, :, : rows.shape[0], : rows.shape[2]] = rows.transpose(0, 1)
+        return out
 
     def keys(self) -> list[str]:
         """The TransformerLens names held, in order of layer."""
@@ -101,7 +157,7 @@ class ActivationCache:
 
     def __contains__(self, key: object) -> bool:
         try:
-            return parse(key, self._batch.n_layers, sandwich=self._batch.sandwich) in self._points
+            return self._batch.point(key) in self._points
         except PointError:
             return False
 
@@ -122,8 +178,7 @@ class ActivationCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, fetched or not."""
-        row = self._batch.width * self._batch.dtype.itemsize
-        return len(self._points) * len(self.n_prompt) * max(self._batch.n_positions) * row
+        return sum(map(self._batch.row_bytes, self._points)) * len(self.n_prompt) * max(self._batch.n_positions)
 
     @property
     def nbytes_fetched(self) -> int:
@@ -133,18 +188,17 @@ class ActivationCache:
     def __repr__(self) -> str:
         layers = sorted({p.layer for p in self._points})
         kinds = ", ".join(dict.fromkeys(p.kind for p in self._points))
-        dtype = str(self._batch.dtype).removeprefix("torch.")
-        return (f"ActivationCache: {len(self.n_prompt)} prompts, up to {max(self._batch.n_positions)} positions, "
-                f"d_model {self._batch.width}, {dtype}\n"
+        dtypes = ", ".join(sorted({str(self._batch.dtypes[p]).removeprefix("torch.") for p in self._points}))
+        return (f"ActivationCache: {len(self.n_prompt)} prompts, up to {max(self._batch.n_positions)} positions, {dtypes}\n"
                 f"  {kinds} at {len(layers)} layers ({layers[0]} to {layers[-1]}): {len(self)} tensors\n"
                 f"  {human_bytes(self.nbytes)} held, {human_bytes(self.nbytes_fetched)} fetched")
 
 
 def _padded(source: RowSource, batch: Batch, point: Point) -> torch.Tensor:
     """Assemble `[batch pos d_model]` at one point; apart from the cache, whose tensors must not keep it alive."""
-    out = torch.full((len(batch.n_prompt), max(batch.n_positions), batch.width), float("nan"), dtype=batch.dtype)
+    out = torch.full((len(batch.n_prompt), max(batch.n_positions), *batch.shapes[point]), float("nan"), dtype=batch.dtypes[point])
     every = range(len(batch.n_prompt))
-    for i, (positions, values) in zip(every, source.rows(point, every)):
+    for i, (positions, values) in zip(every, source.rows(point, every, batch.before)):
         n = batch.n_positions[i]
         kept = positions < n  # under async scheduling a finished request may run one step more
         if not torch.equal(positions[kept], torch.arange(n)):

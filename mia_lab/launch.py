@@ -8,13 +8,14 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .engine.config import EngineOptions
 from .engine.shutdown import shut_down
-from .engine.wire import KEY
+from .engine.wire import KEY, Span
 from .errors import ClosedError, MiaError, MissingRowsError
 from .points import Point
 
@@ -95,6 +96,7 @@ class Engine:
         self.config = self._llm.llm_engine.vllm_config
         self.tokenizer = self._llm.get_tokenizer()
         self.facts: dict[str, Any] = self.rpc("describe")
+        self.shapes = {Point(kind, layer): tuple(shape) for kind, layer, shape in self.facts["shapes"]}
 
     @property
     def llm(self) -> Any:
@@ -109,6 +111,14 @@ class Engine:
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._llm is None
+
+    def dtype_of(self, kind: str) -> torch.dtype:
+        """The type in which rows at a kind of point are kept."""
+        return torch.float32 if kind in self.facts["wide"] else self.config.model_config.dtype
+
+    def row_bytes(self, site: tuple[str, int]) -> int:
+        """Bytes of one row at a point."""
+        return prod(self.shapes[Point(*site)]) * self.dtype_of(site[0]).itemsize
 
     def rpc(self, method: str, *args: Any) -> Any:
         """Call one of the worker's `mia_*` methods and return what it gives."""
@@ -129,8 +139,8 @@ class Engine:
         return outputs
 
     def register(self, vectors: dict[str, torch.Tensor]) -> None:
-        """Make vectors `[d_model]` float32 known to the worker under their content addresses."""
-        new = {sha: v.contiguous().numpy().tobytes() for sha, v in vectors.items() if sha not in self._known}
+        """Make vectors `[n d]` float32 known to the worker under their content addresses."""
+        new = {sha: (len(v), v.contiguous().numpy().tobytes()) for sha, v in vectors.items() if sha not in self._known}
         if new:
             self.rpc("register", new)
         for sha in vectors:  # the most recently used go last
@@ -185,18 +195,39 @@ class Engine:
 class EngineRows:
     """Rows that the worker holds for a batch of requests; let go when this object is."""
 
-    def __init__(self, engine: Engine, uids: Sequence[str], width: int, dtype: torch.dtype) -> None:
-        self._engine, self._uids, self._width, self._dtype = engine, list(uids), width, dtype
+    def __init__(self, engine: Engine, uids: Sequence[str]) -> None:
+        self._engine, self._uids = engine, list(uids)
         weakref.finalize(self, engine.drop_later, list(uids))
 
-    def rows(self, point: Point, prompts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return per prompt the positions `[n]` and values `[n d_model]`; MissingRowsError once the session is closed."""
+    def rows(self, point: Point, prompts: Sequence[int], before: bool = False,
+             form: tuple[tuple[int, ...], torch.dtype] | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return per request the positions `[n]` and values `[n *shape]`; MissingRowsError once the session is closed.
+
+        form: the shape and type of one row, where it is not the point's own.
+        """
+        found = self._call("fetch", point, [self._uids[i] for i in prompts], point.kind, point.layer, before)
+        shape, dtype = form or (self._engine.shapes[point], self._engine.dtype_of(point.kind))
+        return [(_tensor(p, torch.int64), _tensor(v, dtype).view(-1, *shape)) for p, v in found]
+
+    def pattern(self, point: Point, prompts: Sequence[int], at: Sequence[Sequence[int]],
+                spans: Sequence[Sequence[Span]] | None = None) -> list[torch.Tensor]:
+        """Return per request the attention `[pos head key]` float32 of its positions `at`, or its sum over keys in `spans`,
+        `[pos head]`; MissingRowsError without their q or k."""
+        found = self._call("pattern", point, [self._uids[i] for i in prompts], point.layer, [list(at[i]) for i in prompts],
+                           point.kind == "attn_scores", None if spans is None else [list(spans[i]) for i in prompts])
+        return [_tensor(data, torch.float32).view(shape) for shape, data in found]
+
+    def experts(self, point: Point, prompts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return per request the weights `[n k]` float32 and ids `[n k]` of the experts chosen at each captured row."""
+        found = self._call("experts", point, [self._uids[i] for i in prompts], point.layer)
+        return [(_tensor(w, torch.float32).view(-1, k), _tensor(ids, torch.int64).view(-1, k)) for k, w, ids in found]
+
+    def _call(self, method: str, point: Point, *args: Any) -> Any:
         try:
-            found = self._engine.rpc("fetch", [self._uids[i] for i in prompts], point.kind, point.layer)
+            return self._engine.rpc(method, *args)
         except ClosedError:
             raise MissingRowsError(f"{point} was not fetched before its session closed; "
                                    f"call cache.fetch() first to keep values") from None
-        return [(_tensor(p, torch.int64), _tensor(v, self._dtype).view(-1, self._width)) for p, v in found]
 
 
 def _tensor(data: bytes, dtype: torch.dtype) -> torch.Tensor:

@@ -1,11 +1,9 @@
 """The table that `Session.points()` returns."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import torch
 
 from .lazy import human_bytes
 from .points import KINDS, Point, ranges
@@ -21,15 +19,20 @@ class PointTable:
     data: tuple[dict[str, str], ...]
 
     @classmethod
-    def of(cls, n_layers: int, d_model: int, dtype: torch.dtype, tapped: Iterable[Point],
-           absent: Mapping[str, str]) -> PointTable:
+    def of(cls, n_layers: int, shapes: Mapping[Point, tuple[int, ...]], row_bytes: Callable[[Point], int], tapped: Iterable[Point],
+           absent: Mapping[Point, str]) -> PointTable:
         """Build the table of one session."""
         rows = []
         for kind, meaning in KINDS.items():
             layers = [p.layer for p in tapped if p.kind == kind]
-            where = f"absent: {absent[kind]}" if kind in absent else f"layers {ranges(layers)}" if layers else "not tapped"
-            rows.append({"point": kind, "name": f"blocks.{{0..{n_layers - 1}}}.hook_{kind}", "shape": f"[batch pos {d_model}]",
-                         "tapped": where, "bytes a token": human_bytes(d_model * dtype.itemsize), "meaning": meaning})
+            here = [p for p in shapes if p.kind == kind]
+            lacking = [p for p in absent if p.kind == kind]
+            where = f"layers {ranges(layers)}" if layers else "not tapped" if here else f"absent: {absent[lacking[0]]}"
+            if here and lacking:
+                where += f"; absent at layers {ranges([p.layer for p in lacking])}: {absent[lacking[0]]}"
+            name = Point(kind, 0).name.replace("blocks.0.", f"blocks.{{0..{n_layers - 1}}}.")
+            rows.append({"point": kind, "name": name, "shape": f"[batch pos {' '.join(map(str, shapes[here[0]]))}]" if here else "",
+                         "tapped": where, "bytes a token": human_bytes(row_bytes(here[0])) if here else "", "meaning": meaning})
         return cls(tuple(rows))
 
     def _part(self) -> Table:

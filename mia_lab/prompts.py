@@ -13,10 +13,21 @@ from .errors import PromptError
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Token ids of each prompt; `one` when the caller gave a single prompt."""
+    """Token ids of each prompt, its chat messages where it was given as such; `one` when the caller gave a single prompt."""
 
     ids: list[list[int]]
     one: bool
+    messages: list[list[dict] | None]
+
+    @classmethod
+    def of(cls, ids: list[list[int]]) -> Prompts:
+        """Prompts given as token ids, unchecked."""
+        return cls(ids, False, [None] * len(ids))
+
+    def times(self, n: int) -> Prompts:
+        """Each prompt `n` times in a row."""
+        return Prompts([ids for ids in self.ids for _ in range(n)], self.one and n == 1,
+                       [found for found in self.messages for _ in range(n)])
 
 
 def read(prompts: Any, tokenizer: Any, max_len: int) -> Prompts:
@@ -28,7 +39,8 @@ def read(prompts: Any, tokenizer: Any, max_len: int) -> Prompts:
     items = [prompts] if one else list(prompts)
     if not items:
         raise PromptError("no prompt was given")
-    return Prompts([_ids(item, i, tokenizer, max_len) for i, item in enumerate(items)], one)
+    messages = [list(item) if isinstance(item, Sequence) and item and all(map(_is_message, item)) else None for item in items]
+    return Prompts([_ids(item, i, tokenizer, max_len) for i, item in enumerate(items)], one, messages)
 
 
 def _is_one(value: Any) -> bool:

@@ -1,13 +1,17 @@
-"""The start-up proof: every tap is shown to read and to write, at prefill and at decode, before a session is handed out."""
+"""The start-up proof: every tap is shown to read, and every edit to write, at prefill and at decode, before a session is
+handed out."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
 
-from .edits import Add
+from .edits import Ablate, Add, Affine, Clamp, ClampFeature, Edit, Replace, Scale
+from .engine.wire import Take
 from .errors import ProofError
-from .points import Point
+from .launch import EngineRows
+from .points import STREAM, Point
+from .prompts import Prompts
 from .selectors import generated, prompt
 
 if TYPE_CHECKING:
@@ -17,52 +21,80 @@ _PROMPT = 6
 
 
 def prove(session: Session) -> None:
-    """Raise ProofError unless each point's rows are there and move by exactly what an edit adds.
+    """Raise ProofError unless each point's rows are there and every edit moves them by exactly what its formula says.
 
     One request a point, in one batch: it adds one random vector to the prompt rows and another to the generated ones,
-    and captures the same point; a clean request captures all points. The sampled token is forced, so that the decode
-    row is the same token everywhere. A point's own edit at earlier rows cannot reach its later rows, so at each row the
-    difference to the clean run must be the row's vector alone.
+    and captures the same point; a clean request captures all points; one request an edit kind, at one point. The sampled
+    token is forced, so that the decode row is the same token everywhere. A point's own edit at earlier rows cannot reach
+    its later rows, so at each row the difference to the clean run must be the row's edit alone.
     """
-    points = list(session.tapped)
     vocab = session._engine.config.model_config.get_vocab_size()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(10, vocab - 1), vocab, (_PROMPT,), generator=generator).tolist()
     params = dict(max_tokens=2, temperature=0.0, allowed_token_ids=[ids[-1]], ignore_eos=True)
-    rows = [[(0, None)]]
-    _, source = session._run([ids], None, dict(params), points, rows)
-    clean = {p: _rows(source.rows(p, [0])[0], p) for p in points}
-    if not session._editable:
+
+    def run(edits: list[list[Edit]]) -> EngineRows:
+        takes = [Take(p.kind, p.layer, ((0, None),)) for p in session.tapped]
+        return session._run(Prompts.of([ids] * len(edits)), edits, params, [takes] * len(edits))[1]
+
+    source = run([[]])
+    clean = {p: _rows(source, p, 0) for p in session.tapped}
+    points = [p for p in session.tapped if p in session._submit.model.editable]
+    if not points:
         return
-    vectors = {p: _random_like(clean[p], generator) for p in points}
-    edits = [[Add(vectors[p][0], 1.0, [p.layer], p.kind, prompt()), Add(vectors[p][1], 1.0, [p.layer], p.kind, generated())]
-             for p in points]
-    _, edited = session._run([ids] * len(points), edits, dict(params), points, rows * len(points))
+    trials: list[tuple[Point, list[Edit], torch.Tensor]] = []  # where, what, and what it must move each row by
     has_bos = session._has_bos(ids)
+    if "add" in session.edit_kinds:
+        trials += [_addition(p, clean[p], has_bos, generator) for p in points]
+    at = next((p for p in points if p.kind in STREAM), points[0])
+    for edit, delta in _others(at, clean[at], generator):
+        if type(edit).__name__.lower() in session.edit_kinds:
+            delta[: int(has_bos)] = 0
+            trials.append((at, [edit], delta))
+    source = run([edits for _, edits, _ in trials])
     tolerance = 1e-3 if session.dtype == torch.float32 else 0.1
-    for i, p in enumerate(points):
-        moved = _rows(edited.rows(p, [i])[0], p) - clean[p]
-        expected = torch.zeros_like(moved)
-        expected[int(has_bos): _PROMPT], expected[_PROMPT:] = vectors[p]
-        for name, span in (("prefill", slice(0, _PROMPT)), ("decode", slice(_PROMPT, None))):
-            error = float((moved[span] - expected[span]).norm() / expected[span].norm())
+    for i, (point, edits, expected) in enumerate(trials):
+        moved = _rows(source, point, i) - clean[point]
+        for name, rows in (("prefill", slice(0, _PROMPT)), ("decode", slice(_PROMPT, None))):
+            error = float((moved[rows] - expected[rows]).norm() / expected[rows].norm())
             if not error < tolerance:
-                raise ProofError(f"the start-up proof failed: an edit at {p} on the {name} rows moved the stream by something "
-                                 f"else than its vector (relative error {error:.3g}); this model or vLLM build is not safe to steer")
+                raise ProofError(f"the start-up proof failed: {type(edits[0]).__name__} at {point} moved the {name} rows by something "
+                                 f"else than it should (relative error {error:.3g}); this model or vLLM build is not safe to steer")
 
 
-def _rows(found: tuple[torch.Tensor, torch.Tensor], point: Point) -> torch.Tensor:
-    positions, values = found
+def _rows(source: EngineRows, point: Point, request: int) -> torch.Tensor:
+    positions, values = source.rows(point, [request])[0]
     if positions[: _PROMPT + 1].tolist() != list(range(_PROMPT + 1)):
         raise ProofError(f"the start-up proof failed: {point} gave rows {positions.tolist()} of 0 to {_PROMPT}")
-    values = values[: _PROMPT + 1].float()
+    values = values[: _PROMPT + 1].float().flatten(1)
     if not torch.isfinite(values).all() or not values.abs().sum(-1).all():
         raise ProofError(f"the start-up proof failed: {point} read rows that are zero or not finite")
     return values
 
 
-def _random_like(rows: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def _addition(point: Point, clean: torch.Tensor, has_bos: bool, generator: torch.Generator) -> tuple[Point, list[Edit], torch.Tensor]:
     """Two random vectors about as long as a row, so that rounding in 16 bits hides neither the row nor the vector."""
-    norm = rows[1:].norm(dim=-1).median()
-    draws = torch.randn(2, rows.shape[-1], generator=generator)
-    return tuple(draws * (norm / draws.norm(dim=-1, keepdim=True)))
+    norm = clean[1:].norm(dim=-1).median()
+    draws = torch.randn(2, clean.shape[-1], generator=generator)
+    first, second = draws * (norm / draws.norm(dim=-1, keepdim=True))
+    expected = torch.zeros_like(clean)
+    expected[int(has_bos) : _PROMPT], expected[_PROMPT:] = first, second
+    edits = [Add(first, 1.0, [point.layer], point.kind, prompt()), Add(second, 1.0, [point.layer], point.kind, generated())]
+    return point, edits, expected
+
+
+def _others(at: Point, h: torch.Tensor, generator: torch.Generator) -> list[tuple[Edit, torch.Tensor]]:
+    """One edit of each other kind at one point, with what it moves the clean rows `h [row d]` by, from its formula."""
+    place = dict(layers=[at.layer], point=at.kind)
+    norm = float(h[1:].norm(dim=-1).median())
+    u, v, w = torch.nn.functional.normalize(torch.randn(3, h.shape[-1], generator=generator), dim=1)
+    u = torch.nn.functional.normalize(h[-1] / norm + 0.3 * u, dim=0)  # so that it holds much of every edited row
+    p = (h @ u)[:, None]
+    return [
+        (Ablate(u, **place), -p * u),
+        (Clamp(u, value=-norm, **place), (-norm - p) * u),
+        (Scale(0.5, **place), -0.5 * h),
+        (Replace(v * norm, blend=0.75, **place), 0.75 * (v * norm - h)),
+        (Affine(u[None], w[None], torch.tensor([norm]), **place), (p + norm) * w),
+        (ClampFeature(u, w, 2 * norm, bias=0.1 * norm, **place), (2 * norm - (p + 0.1 * norm).relu()) * w),
+    ]

@@ -1,61 +1,159 @@
-"""Selectors: which positions of a request an edit touches. Each resolves to spans of absolute positions."""
+"""Selectors: which positions of a request something touches. Each resolves to spans of absolute positions."""
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from .engine.wire import Span
 from .errors import EditError
 
-Span = tuple[int, int | None]  # [start, stop); stop None means to the end of the generation
+ENDLESS = 1 << 31
+
+
+@dataclass(frozen=True)
+class Context:
+    """What selectors resolve against: one prompt's token ids, and its tokenizer and chat messages where there are any."""
+
+    ids: Sequence[int]
+    has_bos: bool = False
+    tokenizer: Any = field(default=None, compare=False)
+    messages: Sequence[dict] | None = field(default=None, compare=False)
+
+    @property
+    def n(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """A rule for positions. `rule` is one of: content, everywhere, prompt, generated, last, window, positions."""
+    """A rule for positions; selectors combine with `&`, `|` and `~`."""
 
     rule: str
-    args: tuple[int | None, ...] = ()
+    args: tuple = ()
 
-    def spans(self, n_prompt: int, has_bos: bool) -> list[Span]:
-        """Return the disjoint, ascending spans that the rule selects in a request whose prompt has `n_prompt` tokens."""
-        first = int(has_bos)
-        match self.rule:
-            case "content":
-                return [(first, None)]
-            case "everywhere":
-                return [(0, None)]
-            case "prompt":
-                return [(first, n_prompt)] if n_prompt > first else []
-            case "generated":
-                return [(n_prompt, None)]
-            case "last":
-                return [(n_prompt - 1, n_prompt)]
-            case "window":
-                start, stop = self.args
-                start = start + n_prompt if start < 0 else start
-                stop = stop + n_prompt if stop is not None and stop < 0 else stop
-                if start < 0 or (stop is not None and stop <= start):
-                    raise EditError(f"window{self.args} selects nothing in a prompt of {n_prompt} tokens")
-                return [(start, stop)]
-            case "positions":
-                places = sorted({p + n_prompt if p < 0 else p for p in self.args})
-                if places[0] < 0:
-                    raise EditError(f"positions{self.args} reach before the start of a prompt of {n_prompt} tokens")
-                return merge([(p, p + 1) for p in places])
-        raise EditError(f"there is no selector {self.rule!r}")
+    def spans(self, prompt: Context) -> list[Span]:
+        """Return the disjoint, ascending spans that the rule selects in a request with this prompt; EditError when it cannot."""
+        return [(a, None if b >= ENDLESS else b) for a, b in _RULES[self.rule](prompt, *self.args)]
+
+    def __and__(self, other: Selector) -> Selector:
+        return Selector("and", (self, other))
+
+    def __or__(self, other: Selector) -> Selector:
+        return Selector("or", (self, other))
+
+    def __invert__(self) -> Selector:
+        return Selector("not", (self,))
+
+    def __str__(self) -> str:
+        return f"{self.rule}({', '.join(map(str, self.args))})"
+
+
+Run = list[tuple[int, int]]  # as Span, with ENDLESS for no end
+
+
+def _window(prompt: Context, start: int, stop: int | None) -> Run:
+    first = start + prompt.n if start < 0 else start
+    last = ENDLESS if stop is None else stop + prompt.n if stop < 0 else stop
+    if first < 0 or last <= first:
+        raise EditError(f"window({start}, {stop}) selects nothing in a prompt of {prompt.n} tokens")
+    return [(first, last)]
+
+
+def _positions(prompt: Context, *places: int) -> Run:
+    found = sorted({p + prompt.n if p < 0 else p for p in places})
+    if found[0] < 0:
+        raise EditError(f"positions{places} reach before the start of a prompt of {prompt.n} tokens")
+    return merge([(p, p + 1) for p in found])
+
+
+def _tokens(prompt: Context, *wanted: int | str) -> Run:
+    ids: set[int] = set()
+    for item in wanted:
+        found = [item] if isinstance(item, int) else prompt.tokenizer.encode(item, add_special_tokens=False)
+        if len(found) != 1:
+            raise EditError(f"{item!r} is {len(found)} tokens of this model; tokens() takes single ones, span() takes text")
+        ids |= set(found)
+    return merge([(i, i + 1) for i, token in enumerate(prompt.ids) if token in ids])
+
+
+def _special(prompt: Context) -> Run:
+    ids = set(prompt.tokenizer.all_special_ids)
+    return merge([(i, i + 1) for i, token in enumerate(prompt.ids) if token in ids])
+
+
+def _span(prompt: Context, text: str, occurrence: int) -> Run:
+    ends = [len(prompt.tokenizer.decode(prompt.ids[:i])) for i in range(prompt.n + 1)]
+    whole = prompt.tokenizer.decode(prompt.ids)
+    starts = [i for i in range(len(whole)) if whole.startswith(text, i)]
+    if not -len(starts) <= occurrence < len(starts):
+        raise EditError(f"the text {text!r} occurs {len(starts)} times in the prompt; occurrence {occurrence} was asked for")
+    low = starts[occurrence]
+    high = low + len(text)
+    return merge([(i, i + 1) for i in range(prompt.n) if ends[i] < high and ends[i + 1] > low])
+
+
+def _role(prompt: Context, name: str) -> Run:
+    if not prompt.messages:
+        raise EditError("role() needs a prompt of chat messages")
+    runs, done = [], 0
+    for i, message in enumerate(prompt.messages):
+        ids = prompt.tokenizer.apply_chat_template(list(prompt.messages[: i + 1]), tokenize=True, return_dict=False)
+        if list(prompt.ids[: len(ids)]) != list(ids):
+            raise EditError("this chat template rewrites earlier messages when later ones follow, so roles have no fixed tokens")
+        if message["role"] == name:
+            runs.append((done, len(ids)))
+        done = len(ids)
+    if not runs:
+        raise EditError(f"no message has the role {name!r}; there are {', '.join(sorted({m['role'] for m in prompt.messages}))}")
+    return merge(runs)
+
+
+def _not(prompt: Context, inner: Selector) -> Run:
+    edges = [0, *(edge for run in _run(prompt, inner) for edge in run), ENDLESS]
+    return [(a, b) for a, b in zip(edges[::2], edges[1::2]) if a < b]
+
+
+def _and(prompt: Context, one: Selector, other: Selector) -> Run:
+    return intersect(_run(prompt, one), _run(prompt, other))
+
+
+def _or(prompt: Context, one: Selector, other: Selector) -> Run:
+    return merge(sorted(_run(prompt, one) + _run(prompt, other)))
+
+
+def _run(prompt: Context, selector: Selector) -> Run:
+    return _RULES[selector.rule](prompt, *selector.args)
+
+
+def intersect(one: list, other: list) -> list:
+    """Return the positions in both of two lists of spans."""
+    closed = [[(a, ENDLESS if b is None else b) for a, b in spans] for spans in (one, other)]
+    found = [(max(a, c), min(b, d)) for a, b in closed[0] for c, d in closed[1]]
+    return sorted((a, b) for a, b in found if a < b)
 
 
 def merge(spans: list[Span]) -> list[Span]:
-    """Join ascending spans that touch."""
+    """Join ascending spans that touch or overlap."""
     out: list[Span] = []
     for start, stop in spans:
-        if out and out[-1][1] == start:
-            out[-1] = (out[-1][0], stop)
-        else:
+        if out and out[-1][1] is not None and out[-1][1] >= start:
+            out[-1] = (out[-1][0], stop if stop is None else max(stop, out[-1][1]))
+        elif not out or out[-1][1] is not None:
             out.append((start, stop))
     return out
 
 
+_RULES = {
+    "content": lambda p: [(int(p.has_bos), ENDLESS)],
+    "everywhere": lambda p: [(0, ENDLESS)],
+    "prompt": lambda p: [(int(p.has_bos), p.n)] if p.n > p.has_bos else [],
+    "generated": lambda p, stop=None: [(p.n, ENDLESS if stop is None else p.n + stop)],
+    "last": lambda p: [(p.n - 1, p.n)],
+    "window": _window, "positions": _positions, "tokens": _tokens, "special": _special, "span": _span, "role": _role,
+    "not": _not, "and": _and, "or": _or,
+}
 CONTENT = Selector("content")
 
 
@@ -69,9 +167,13 @@ def prompt() -> Selector:
     return Selector("prompt")
 
 
-def generated() -> Selector:
-    """The positions of generated tokens."""
-    return Selector("generated")
+def generated(first: int | None = None) -> Selector:
+    """The positions of generated tokens, or of the `first` so many."""
+    if first is None:
+        return Selector("generated")
+    if first < 1:
+        raise EditError(f"generated({first}) selects nothing")
+    return Selector("generated", (int(first),))
 
 
 def last() -> Selector:
@@ -90,3 +192,27 @@ def positions(places: Iterable[int]) -> Selector:
     if not places:
         raise EditError("positions() needs at least one position")
     return Selector("positions", places)
+
+
+def tokens(*wanted: int | str) -> Selector:
+    """The prompt's positions that hold one of these tokens, given as ids or as text that is one token."""
+    if not wanted:
+        raise EditError("tokens() needs at least one token")
+    return Selector("tokens", wanted)
+
+
+def special() -> Selector:
+    """The prompt's positions that hold special tokens (BOS, turn marks, padding); `~special()` excludes them."""
+    return Selector("special")
+
+
+def span(text: str, occurrence: int = 0) -> Selector:
+    """The prompt's tokens that overlap a text in it, its first occurrence or another; -1 is the last."""
+    if not text:
+        raise EditError("span() needs a text")
+    return Selector("span", (text, int(occurrence)))
+
+
+def role(name: str) -> Selector:
+    """The tokens of the chat messages of one role, turn marks included."""
+    return Selector("role", (name,))

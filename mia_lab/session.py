@@ -1,31 +1,33 @@
 """Session: one vLLM model with taps. Everything a notebook does starts here."""
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 from . import prompts as prompts_
 from .cache import ActivationCache, Batch
-from .edits import Add, compile_edits
+from .compile import Model
+from .edits import Add, Edit
 from .engine.config import EngineOptions, Sizes, refuse_unsupported
-from .engine.wire import KEY, Spec, encode, segments
-from .errors import EditError, MiaError, PointError, PromptError
+from .engine.wire import Reduce, Take
+from .errors import EditError, MiaError, PromptError
 from .launch import Engine, EngineRows, read_config
 from .lazy import LazyTensor, human_bytes
 from .models import resolve
-from .points import KINDS, Point, kind_of, parse, select
-from .selectors import Span, merge
+from .points import DERIVED, KINDS, Point, every, kind_of, select
+from .prompts import Prompts
+from .selectors import Context
+from .submit import Submitter, has_bos, per_prompt
 
 if TYPE_CHECKING:
     from .analysis.vectors import Vector
     from .point_table import PointTable
 
-EDIT_KINDS = ("add",)
+EDIT_KINDS = ("add", "ablate", "clamp", "scale", "replace", "affine", "clampfeature")
 
 
 class Session:
@@ -33,7 +35,7 @@ class Session:
 
     model: "demo" (the embedded Gemma 3 270M), any Hugging Face id, or a local path.
     points: kinds, layers or points to tap, by default `resid_post` everywhere; the last block's is always tapped, since
-    logits come from it. edits: the edit kinds to enable, by default additions at the tapped points.
+    logits come from it. edits: the edit kinds to enable at the tapped points, by default all.
     max_captured_tokens: rows captured in one engine step at most; a longer prompt is run in chunks of it. By default as
     many as 256 MiB hold. in_process: run the engine in this process (the default) or in its own.
     Every other keyword is vLLM's. Raises UnsupportedError, with the reason, for what could give wrong results.
@@ -51,17 +53,20 @@ class Session:
         config = read_config(path, engine)
         self.n_layers: int = config.model_config.hf_text_config.num_hidden_layers
         self.d_model: int = config.model_config.get_hidden_size()
-        self._points = _declare(points, self.n_layers)
-        self._editable = self._points if edits else []
-        self._scopes: list[list[Add]] = []
+        self.edit_kinds = tuple(edits)
+        self._scopes: list[list[Edit]] = [[]]  # the defaults, then open scopes
         self._units: dict[str, torch.Tensor] = {}
-        asked = EngineOptions(tuple((p.kind, p.layer) for p in self._points), tuple(edits), max_captured_tokens or 0)
+        asked = EngineOptions(*_declare(points, self.n_layers), self.edit_kinds, max_captured_tokens or 0)
         refuse_unsupported(config, Sizes.of(config, asked))  # before minutes of loading; the engine checks again
         self._engine = Engine(path, asked, in_process, engine)
         facts = self._engine.facts
+        self._points = [Point(kind, layer) for kind, layer in facts["sites"]]
+        read_only = frozenset(facts["read_only"])
+        editable = frozenset(p for p in self._points if p.kind not in read_only) if edits else frozenset()
+        self._submit = Submitter(self._engine, Model(self.n_layers, self._engine.shapes, editable, read_only, self.edit_kinds))
         self.dtype: torch.dtype = self._engine.config.model_config.dtype
         self.max_len: int = self._engine.config.model_config.max_model_len
-        self.sandwich: bool = facts["sandwich"]
+        self._dialect = dict(sandwich=facts["sandwich"], rotary=_rotates(config.model_config.hf_text_config))
         try:
             prove(self)
         except BaseException:
@@ -111,87 +116,88 @@ class Session:
         """As `generate`, but return vLLM's RequestOutput, or a list of them for a list."""
         read = self._read(prompts)
         params = dict(max_tokens=max_tokens, temperature=temperature, seed=seed, **sampling)
-        outputs, _ = self._run(read.ids, edits, params)
+        outputs, _ = self._run(read, edits, params)
         return outputs[0] if read.one else outputs
 
     def run_with_cache(self, prompts: Any, names_filter: Any = None, *, max_tokens: int = 0, temperature: float = 0.0,
-                       seed: int | None = None, edits: Any = None, **sampling: Any) -> tuple[LazyTensor, ActivationCache]:
+                       seed: int | None = None, n: int = 1, edits: Any = None, before: bool = False,
+                       **sampling: Any) -> tuple[LazyTensor, ActivationCache]:
         """Return lazy logits `[batch pos d_vocab]` and the ActivationCache of the tapped points that the filter picks.
 
-        max_tokens: tokens to generate; the positions computed for them (one fewer) follow the prompt's. Logits are the
-        final norm and unembedding of the last block's stream, computed when first used (pos x d_vocab float32 each).
+        max_tokens: tokens to generate; the positions computed for them (one fewer) follow the prompt's. n: continuations
+        of each prompt, which stand one after the other on the batch axis. before: read values before the edits at their
+        own point. Logits are the final norm and unembedding of the last block's stream, computed when first used
+        (pos x d_vocab float32 each).
         """
-        chosen = select(names_filter, self._points, self.n_layers, sandwich=self.sandwich)
+        chosen = select(names_filter, self._points, self.n_layers, **self._dialect)
         top = Point("resid_post", self.n_layers - 1)
-        held = chosen if top in chosen else [*chosen, top]
-        read = self._read(prompts)
-        params = dict(max_tokens=max(max_tokens, 1), temperature=temperature, seed=seed, **sampling)
-        rows = [[(0, None if max_tokens > 1 else len(ids))] for ids in read.ids]
-        outputs, source = self._run(read.ids, edits, params, held, rows)
+        read = self._read(prompts).times(n)
+        seeds = [None if seed is None else seed + i % n for i in range(len(read.ids))]
+        edits = per_prompt(edits, len(read.ids) // n)
+        rows = [((0, None if max_tokens > 1 else len(ids)),) for ids in read.ids]
+        takes = [[Take(p.kind, p.layer, spans, before) for p in chosen] for spans in rows]
+        for mine, spans in zip(takes, rows):
+            if before or top not in chosen:
+                mine.append(Take(top.kind, top.layer, spans))
+        params = dict(max_tokens=max(max_tokens, 1), temperature=temperature, seed=seeds, **sampling)
+        outputs, source = self._run(read, [edits[i // n] for i in range(len(read.ids))], params, takes)
         tokens = tuple(tuple([*prompt, *o.outputs[0].token_ids][:-1]) for prompt, o in zip(read.ids, outputs))
-        batch = Batch(tokens, tuple(map(len, read.ids)), self.d_model, self.dtype, self.n_layers, self.sandwich)
-        every = ActivationCache(source, held, batch)
-        cache = ActivationCache(source, chosen, batch) if top not in chosen else every
-        return self._logits(every[top], every.mask), cache
+        dtypes = {p: self._engine.dtype_of(p.kind) for p in self._engine.shapes}
+        batch = Batch(tokens, tuple(map(len, read.ids)), self._engine.shapes, dtypes, self.n_layers, before=before, **self._dialect)
+        stream = ActivationCache(source, [top], replace(batch, before=False))
+        logits = self._logits(stream[top], stream.mask)
+        return logits, ActivationCache(source, chosen, batch, logits)
 
-    def capture(self, prompts: Any, point: str = "resid_post", *, layers: int | Iterable[int] | None = None,
-                at: Any = -1, edits: Any = None) -> LazyTensor:
-        """Return the stream at one kind of point, `[prompt layer d_model]`, lazily; only the asked rows leave the device.
+    def capture(self, prompts: Any, point: str = "resid_post", *, layers: int | Iterable[int] | None = None, at: Any = -1,
+                edits: Any = None, before: bool = False, reduce: Any = None) -> LazyTensor | tuple[LazyTensor, LazyTensor]:
+        """Return the value at one kind of point, `[prompt layer d_model]`, lazily; only the asked rows leave the device.
 
         at: prompt positions, an int, a slice, a list, or None for all; unless it is an int there is a position axis,
         `[prompt layer pos d_model]`, right-padded with NaN. An int layer drops the layer axis, one prompt the prompt axis.
+        Points per head give `[... head d_head]`; "pattern" and "attn_scores" give `[... head key]`, the attention that
+        each asked position pays to the prompt's positions, rebuilt from tapped q and k on the device. before: read before
+        the edits at the point, not after. reduce: a reduction done on the device, of which only the result leaves it:
+        `Project` `[... k]`, `Norm` `[...]`, `Mean` (no position axis), `TopK` and `SAE` (a pair of values and places
+        `[... k]`), and for patterns `Mass` `[... head]`.
         """
-        read = self._read(prompts)
-        wanted = range(self.n_layers) if layers is None else [layers] if isinstance(layers, int) else list(layers)
-        asked = [parse((point, layer), self.n_layers) for layer in wanted]
-        if layers is None:
-            asked = select(point, self._points, self.n_layers)
-        if not asked:
-            raise PointError("capture was asked for no layer")
-        chosen = select(asked, self._points, self.n_layers)
-        at_rows = [prompts_.resolve_at(at, len(ids)) for ids in read.ids]
-        rows = [merge([(p, p + 1) for p in sorted(set(places))]) for places in at_rows]
-        _, source = self._run(read.ids, edits, {"max_tokens": 1, "temperature": 0.0}, chosen, rows)
-        one_position = isinstance(at, int) and not isinstance(at, bool)
-        width = max(map(len, at_rows))
-        shape = (() if read.one else (len(read.ids),)) + (() if isinstance(layers, int) else (len(asked),)) + (
-            () if one_position else (width,)) + (self.d_model,)
+        from .reading import capture
 
-        def load() -> torch.Tensor:
-            out = torch.full((len(read.ids), len(asked), width, self.d_model), float("nan"), dtype=self.dtype)
-            for j, p in enumerate(asked):
-                for i, (positions, values) in enumerate(source.rows(p, range(len(read.ids)))):
-                    found = dict(zip(positions.tolist(), values))
-                    out[i, j, : len(at_rows[i])] = torch.stack([_present(found, q, p, i) for q in at_rows[i]])
-            return out.reshape(shape)
-
-        return LazyTensor(load, shape, self.dtype, point)
+        return capture(self, prompts, point, layers, at, edits, before, reduce)
 
     # -- steering -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def steer(self, vector: Vector | torch.Tensor | Add, coeff: float = 1.0, **add: Any) -> Iterator[None]:
+    def steer(self, vector: Vector | torch.Tensor | Edit | Sequence[Edit], coeff: float = 1.0, **add: Any) -> Iterator[None]:
         """Add `coeff` times a vector in everything that runs inside the `with` block. Scopes add up, and end on exceptions.
 
-        Takes the arguments of `Add`, or an Add itself. Several layers of a vector act together.
+        Takes the arguments of `Add`, or any edit, or several. Edits of outer scopes act first, those of a call last.
+        Several layers of a vector act together.
         """
-        edit = vector if isinstance(vector, Add) else Add(vector, coeff, **add)
-        scope = [edit]
-        self._compile(scope, 1 << 20)  # a wrong width or an undeclared point fails here, not inside the block
+        scope = [vector] if isinstance(vector, Edit) else list(vector) if isinstance(vector, (list, tuple)) else [
+            Add(vector, coeff, **add)]
+        for edit in scope:  # a wrong width or an undeclared point fails here, not inside the block
+            self._submit.check(edit)
         self._scopes.append(scope)
         try:
             yield
         finally:
-            self._scopes = [other for other in self._scopes if other is not scope]
+            self._scopes = [self._scopes[0], *(other for other in self._scopes[1:] if other is not scope)]
 
     @contextmanager
     def unsteered(self) -> Iterator[None]:
-        """Suspend every open `steer` scope inside the `with` block."""
-        scopes, self._scopes = self._scopes, []
+        """Suspend every open `steer` scope, and the default edits, inside the `with` block."""
+        scopes, self._scopes = self._scopes, [[]]
         try:
             yield
         finally:
             self._scopes = scopes
+
+    def default(self, edits: Sequence[Edit]) -> None:
+        """Set the edits that act on everything from now on, before those of scopes and calls; `[]` ends them."""
+        edits = list(edits)
+        for edit in edits:
+            self._submit.check(edit)
+        self._scopes = [edits, *self._scopes[1:]]
 
     def vector(self, pairs: Iterable, *, method: str = "mean_diff", point: str = "resid_post", at: Any = -1) -> Vector:
         """Fit a steering Vector over all tapped layers from (positive, negative) prompts, read at position `at`.
@@ -231,7 +237,9 @@ class Session:
         """Return a table of every point, its shape, whether it is tapped here, and what capturing a token of it costs."""
         from .point_table import PointTable
 
-        return PointTable.of(self.n_layers, self.d_model, self.dtype, self._points, self._engine.facts["absent"])
+        absent = {Point(kind, layer): reason for kind, layer, reason in self._engine.facts["absent"]}
+        row_bytes = lambda p: self._engine.row_bytes((p.kind, p.layer))  # noqa: E731
+        return PointTable.of(self.n_layers, self._engine.shapes, row_bytes, self._points, absent)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV, so that the next batch computes every row; MiaError when requests still hold some."""
@@ -275,75 +283,26 @@ class Session:
     def _read(self, prompts: Any) -> prompts_.Prompts:
         return prompts_.read(prompts, self._engine.llm.get_tokenizer(), self.max_len)
 
+    @property
+    def sandwich(self) -> bool:
+        """Whether blocks norm what their branches add."""
+        return self._dialect["sandwich"]
+
     def _has_bos(self, ids: Sequence[int]) -> bool:
-        return self.tokenizer.bos_token_id is not None and ids[0] == self.tokenizer.bos_token_id
+        return has_bos(self.tokenizer, ids)
 
     def _has_bos_rule(self) -> bool:
         return self._has_bos(self.tokenizer.encode("a"))
 
-    def _compile(self, edits: Sequence[Add], n_prompt: int, has_bos: bool = True) -> tuple[list, dict[str, torch.Tensor]]:
-        return compile_edits(edits, n_prompt, has_bos, self.d_model, self.n_layers, self._editable)
-
-    def _run(self, ids: list[list[int]], edits: Any, params: dict[str, Any], points: Sequence[Point] = (),
-             rows: Sequence[Sequence[Span]] | None = None) -> tuple[list, EngineRows]:
-        """Check everything, then submit: either all requests run as asked or none does."""
-        from vllm import SamplingParams
-
-        per_prompt = _one_list_a_prompt(edits, len(ids))
+    def _run(self, read: Prompts, edits: Any, params: dict[str, Any],
+             takes: Sequence[Sequence[Take]] = (), reduce: Reduce | None = None,
+             matrices: dict[str, torch.Tensor] | None = None) -> tuple[list, EngineRows]:
         scoped = [edit for scope in self._scopes for edit in scope]
-        specs: list[Spec] = []
-        vectors: dict[str, torch.Tensor] = {}
-        compiled: dict[tuple, tuple] = {}  # requests that ask the same are compiled once
-        for i, prompt in enumerate(ids):
-            key = tuple(map(id, per_prompt[i])), len(prompt), self._has_bos(prompt)
-            if key not in compiled:
-                compiled[key] = self._compile([*scoped, *per_prompt[i]], len(prompt), key[-1])
-                vectors |= compiled[key][1]
-            specs.append(Spec(tuple(compiled[key][0]), tuple((p.kind, p.layer) for p in points), tuple(rows[i]) if rows else ()))
-        uids = [uuid.uuid4().hex for _ in specs]
-        room = self._engine.facts["bank_rows"]
-        if len(vectors) > room:
-            raise EditError(f"this batch names {len(vectors)} different vectors; the engine holds {room} at once. "
-                            f"Submit it in parts, or load with a larger max_num_seqs")
-        self._check_programs(specs)
-        if points and params.get("n", 1) != 1:
-            raise PromptError("a capture follows one continuation a prompt; use n=1 and repeat the prompt")
-        self._check_memory(ids, specs, params.get("max_tokens") or self.max_len)
-        extra = dict(params.pop("extra_args", None) or {})
-        try:
-            wired = [{KEY: encode(uid, spec)} if spec != Spec() else {} for uid, spec in zip(uids, specs)]
-        except ValueError as error:
-            raise EditError(f"these edits or positions cannot be sent to the engine: {error}") from None
-        try:
-            sampling = [SamplingParams(**params, extra_args=extra | wire) for wire in wired]
-        except Exception as error:  # vLLM has errors of its own for these, which differ between versions
-            raise PromptError(f"these sampling arguments do not work: {error}") from None
-        self._engine.register(vectors)
-        source = EngineRows(self._engine, uids, self.d_model, self.dtype)  # lets rows go also when the run breaks off
-        return self._engine.run(ids, sampling), source
+        edits = [[*scoped, *mine] for mine in per_prompt(edits, len(read.ids))]
+        return self._submit.run(read, edits, params, takes, reduce, matrices or {})
 
-    def _check_programs(self, specs: Sequence[Spec]) -> None:
-        """Refuse edits that cut positions into more pieces than the tables hold for the requests that run together."""
-        pieces = sorted((len({s.terms for s in segments(spec) if s.terms}) for spec in set(specs)), reverse=True)
-        together, room = self._engine.config.scheduler_config.max_num_seqs, self._engine.facts["programs"]
-        if sum(pieces[:together]) > room:
-            raise EditError(f"these edits change {sum(pieces[:together])} times along the positions of the requests that run "
-                            f"together; the engine holds {room}. Use fewer selectors or prompts, or a larger max_num_seqs")
-
-    def _check_memory(self, ids: list[list[int]], specs: Sequence[Spec], max_tokens: int) -> None:
-        """Refuse a capture that the host could not hold."""
-        if not any(spec.sites for spec in specs):
-            return
-        row = self.d_model * self.dtype.itemsize
-        wanted = 0
-        for prompt, spec in zip(ids, specs):
-            end = min(len(prompt) + max_tokens, self.max_len)
-            rows = sum(max(0, (end if b is None else min(b, end)) - a) for a, b in spec.rows)
-            wanted += rows * len(spec.sites) * row
-        free = psutil.virtual_memory().available
-        if wanted > 0.8 * free:
-            raise PromptError(f"this capture would take {human_bytes(wanted)} of the {human_bytes(free)} of memory that are free; "
-                              f"ask for fewer points, layers or positions, or run it in parts")
+    def _context(self, read: Prompts, i: int) -> Context:
+        return self._submit.context(read, i)
 
     def _logits(self, stream: LazyTensor, real: torch.Tensor) -> LazyTensor:
         if not self._engine.facts["has_unembedding"]:
@@ -363,28 +322,19 @@ class Session:
         return LazyTensor(load, (*stream.shape[:2], vocab), torch.float32, "logits")
 
 
-def _declare(points: Any, n_layers: int) -> list[Point]:
-    every = [Point(kind, layer) for layer in range(n_layers) for kind in KINDS]
-    chosen = set(select(points, every, n_layers)) | {Point("resid_post", n_layers - 1)}
-    return [p for p in every if p in chosen]
+def _declare(points: Any, n_layers: int) -> tuple[tuple, frozenset, frozenset]:
+    """Return the sites to tap, in the order of the forward pass, those of them that were named one by one, and the kinds
+    that were named; without names, whatever the model has is tapped."""
+    if isinstance(points, (str, Point)) or (isinstance(points, tuple) and len(points) == 2 and isinstance(points[1], int)):
+        points = [points]
+    known = every(n_layers)
+    names = None if points is None or callable(points) else [
+        item for p in points for item in (DERIVED[p] if isinstance(p, str) and p in DERIVED else [p])]
+    chosen = set(select(points if names is None else names, known, n_layers)) | {Point("resid_post", n_layers - 1)}
+    kinds = [item.removeprefix("hook_") for item in names or () if isinstance(item, str) and item.removeprefix("hook_") in KINDS]
+    exact = [p for item in names or () if item not in kinds for p in select([item], known, n_layers)]
+    return (tuple((p.kind, p.layer) for p in known if p in chosen), frozenset((p.kind, p.layer) for p in exact), frozenset(kinds))
 
 
-def _one_list_a_prompt(edits: Any, n: int) -> list[list[Add]]:
-    if edits is None:
-        return [[] for _ in range(n)]
-    if isinstance(edits, Add):
-        return [[edits] for _ in range(n)]
-    edits = list(edits)
-    if edits and all(isinstance(edit, Add) for edit in edits):
-        return [edits for _ in range(n)]
-    if len(edits) != n or not all(e is None or isinstance(e, (list, tuple)) for e in edits):
-        raise EditError(f"edits is one list of edits for all prompts, or a list with one list (or None) for each of the {n} prompts")
-    return [list(e or []) for e in edits]
-
-
-def _present(found: dict[int, torch.Tensor], position: int, point: Point, prompt: int) -> torch.Tensor:
-    from .errors import MissingRowsError
-
-    if position not in found:
-        raise MissingRowsError(f"{point} of prompt {prompt} lacks position {position}: it was never computed")
-    return found[position]
+def _rotates(config: Any) -> bool:
+    return bool(getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None))

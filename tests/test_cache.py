@@ -9,10 +9,11 @@ import torch
 from mia_lab.cache import ActivationCache, Batch, PromptView
 from mia_lab.errors import MissingRowsError, PointError
 from mia_lab.lazy import LazyTensor
-from mia_lab.points import Point
+from mia_lab.points import Point, every
 
 POINTS = [Point("resid_post", 0), Point("attn_out", 2), Point("resid_post", 2)]
 LENGTHS, N_PROMPT, WIDTH = (5, 3), (4, 3), 4
+LAYERS = 3
 TOKENS = ((1, 10, 11, 12, 13), (1, 20, 21))
 NAMES = ["blocks.0.hook_resid_post", "blocks.2.hook_attn_out", "blocks.2.hook_resid_post"]
 
@@ -25,9 +26,11 @@ class Held:
         self.values = {p: [torch.randn(n, WIDTH, generator=draw).to(dtype) for n in LENGTHS] for p in POINTS}
         self.places = {p: [torch.arange(n) for n in LENGTHS] for p in POINTS}
         self.asked: list[Point] = []
+        self.sides: set[bool] = set()
 
-    def rows(self, point: Point, prompts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def rows(self, point: Point, prompts: Sequence[int], before: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
         self.asked.append(point)
+        self.sides.add(before)
         return [(self.places[point][i], self.values[point][i]) for i in prompts]
 
     def keep(self, point: Point, prompt: int, places: list[int]) -> None:
@@ -36,8 +39,10 @@ class Held:
         self.values[point][prompt] = self.values[point][prompt][places]
 
 
-def cache_of(held: Held, dtype: torch.dtype = torch.float32, sandwich: bool = False) -> ActivationCache:
-    return ActivationCache(held, POINTS, Batch(TOKENS, N_PROMPT, WIDTH, dtype, 3, sandwich))
+def cache_of(held: Held, dtype: torch.dtype = torch.float32, points: Sequence[Point] = POINTS, **dialect: bool) -> ActivationCache:
+    shapes = {p: (2, WIDTH // 2) if p.kind == "z" else (WIDTH,) for p in every(LAYERS)}
+    dtypes = {p: torch.float32 if p.kind == "router" else dtype for p in shapes}
+    return ActivationCache(held, points, Batch(TOKENS, N_PROMPT, shapes, dtypes, LAYERS, **dialect))
 
 
 @pytest.fixture
@@ -85,11 +90,45 @@ def test_every_spelling_is_the_same_tensor(cache: ActivationCache, held: Held, k
     assert torch.equal(cache[key][0], held.values[Point("resid_post", 2)][0])
 
 
-def test_on_a_sandwich_norm_model_a_module_s_own_output_is_refused(held: Held) -> None:
+def test_on_a_sandwich_norm_model_a_module_s_own_output_is_a_point_of_its_own(held: Held) -> None:
     assert cache_of(held)["model.layers.2.self_attn.output"].shape == (2, 5, WIDTH)
-    with pytest.raises(PointError, match="before its post-norm"):
-        cache_of(held, sandwich=True)["model.layers.2.self_attn.output"]
-    assert "model.layers.2.self_attn.output" not in cache_of(held, sandwich=True)
+    sandwich = cache_of(held, sandwich=True)
+    assert "model.layers.2.self_attn.output" not in sandwich
+    with pytest.raises(PointError, match=r"attn_out_raw\.2 is not tapped"):
+        sandwich["model.layers.2.self_attn.output"]
+
+
+def test_on_a_model_with_rotary_embeddings_unrotated_heads_are_refused(held: Held) -> None:
+    assert "blocks.2.attn.hook_q" not in cache_of(held, rotary=True)
+    with pytest.raises(PointError, match="names q before it is rotated"):
+        cache_of(held, rotary=True)["blocks.2.attn.hook_q"]
+
+
+def hold(held: Held, point: Point, *shape: int, dtype: torch.dtype = torch.float32) -> None:
+    draw = torch.Generator().manual_seed(1)
+    held.values[point] = [torch.randn(n, *shape, generator=draw).to(dtype) for n in LENGTHS]
+    held.places[point] = [torch.arange(n) for n in LENGTHS]
+
+
+def test_points_per_head_keep_their_axes_and_points_kept_as_float32_their_type() -> None:
+    held = Held(torch.bfloat16)
+    z, router = Point("z", 1), Point("router", 1)
+    hold(held, z, 2, WIDTH // 2, dtype=torch.bfloat16)
+    hold(held, router, WIDTH)
+    cache = cache_of(held, torch.bfloat16, [z, router])
+    assert cache.keys() == ["blocks.1.attn.hook_z", "blocks.1.mlp.hook_router"]
+    assert (cache["z", 1].shape, cache["z", 1].dtype) == ((2, 5, 2, WIDTH // 2), torch.bfloat16)
+    assert (cache["router", 1].shape, cache["router", 1].dtype) == ((2, 5, WIDTH), torch.float32)
+    assert torch.equal(cache[1]["z", 1], held.values[z][1])
+    assert cache["z", 1][1, 3:].isnan().all()
+    assert cache.nbytes == 2 * 5 * (2 * WIDTH + 4 * WIDTH) == cache.fetch().nbytes_fetched
+    assert "bfloat16, float32" in repr(cache)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_rows_are_asked_for_on_the_side_of_the_edits_where_they_were_taken(held: Held, before: bool) -> None:
+    cache_of(held, before=before).fetch()
+    assert held.sides == {before}
 
 
 @pytest.mark.parametrize("key", [("resid_post", 1), "mlp_out.0"])
@@ -192,7 +231,7 @@ def test_the_layers_of_a_kind_stack(cache: ActivationCache, held: Held) -> None:
 
 
 def test_its_text_counts_prompts_points_and_bytes(cache: ActivationCache) -> None:
-    text = ("ActivationCache: 2 prompts, up to 5 positions, d_model 4, float32\n"
+    text = ("ActivationCache: 2 prompts, up to 5 positions, float32\n"
             "  resid_post, attn_out at 2 layers (0 to 2): 3 tensors\n"
             "  480 B held, {} B fetched")
     assert repr(cache) == text.format(0)

@@ -22,7 +22,9 @@ import numpy as np
 import torch
 
 from ..edits import Add
+from ..engine.wire import Take
 from ..launch import bare_engine, close_engine
+from ..prompts import Prompts
 from ..session import Session
 from .shapes import SHAPES, write
 
@@ -56,16 +58,18 @@ def _cases(session: Session, batch: int) -> dict[str, Callable[[list[list[int]]]
     shared = torch.randn(session.n_layers, session.d_model, generator=draw) * 1e-3
     own = torch.randn(batch, session.d_model, generator=draw) * 1e-3
 
-    def captured(prompts: list[list[int]], rows: Callable[[int], list]) -> None:
-        _, source = session._run(prompts, None, dict(sampling), session.tapped, [rows(len(p)) for p in prompts])
+    def captured(prompts: list[list[int]], rows: Callable[[int], tuple]) -> None:
+        takes = [[Take(p.kind, p.layer, rows(len(ids))) for p in session.tapped] for ids in prompts]
+        _, source = session._run(Prompts.of(prompts), None, sampling, takes)
         source.rows(session.tapped[0], [0])
 
     return {
-        "idle": lambda p: session._run(p, None, dict(sampling)),
-        "steer all layers": lambda p: session._run(p, [Add(shared, 1.0, layers)], dict(sampling)),
-        "different edit in each": lambda p: session._run(p, [[Add(v, 1.0, [session.n_layers // 2])] for v in own], dict(sampling)),
-        "capture last token, all layers": lambda p: captured(p, lambda n: [(n - 1, n)]),
-        "capture every token, all layers": lambda p: captured(p, lambda n: [(0, None)]),
+        "idle": lambda p: session._run(Prompts.of(p), None, sampling),
+        "steer all layers": lambda p: session._run(Prompts.of(p), [Add(shared, 1.0, layers)], sampling),
+        "different edit in each": lambda p: session._run(
+            Prompts.of(p), [[Add(v, 1.0, [session.n_layers // 2])] for v in own], sampling),
+        "capture last token, all layers": lambda p: captured(p, lambda n: ((n - 1, n),)),
+        "capture every token, all layers": lambda p: captured(p, lambda n: ((0, None),)),
     }
 
 

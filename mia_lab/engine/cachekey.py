@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+from dataclasses import astuple, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +26,19 @@ def block_key(spec: Spec, start: int, end: int) -> str | None:
     """Return the identity of the edits on rows `[start, end)`, or None when there are none."""
     active = []
     for term in spec.terms:
-        clipped = [(max(a, start), min(end if b is None else b, end)) for a, b in term.spans]
-        clipped = [(a, b) for a, b in clipped if a < b]
-        if clipped:
-            active.append((term.kind, term.layer, term.vector, term.coeff, clipped))
-    return hashlib.sha256(json.dumps(sorted(active)).encode()).hexdigest() if active else None
+        clipped = tuple((max(a, start), min(end if b is None else b, end)) for a, b in term.spans)
+        clipped = tuple((a, b) for a, b in clipped if a < b)
+        if clipped and term.op != "measure":
+            active.append((astuple(replace(term, spans=clipped)), _gate_key(spec, term.gate)))
+    return hashlib.sha256(json.dumps(active).encode()).hexdigest() if active else None
+
+
+def _gate_key(spec: Spec, gate: int) -> tuple:
+    """Everything that decides a gate, or nothing where there is none."""
+    if gate < 0:
+        return ()
+    measures = tuple(astuple(term) for term in spec.terms if term.op == "measure" and term.gate == gate)
+    return astuple(spec.gates[gate]), measures
 
 
 def spec_of(request: Request) -> Spec | None:

@@ -5,27 +5,32 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError
-from .wire import KEY
+from .wire import KEY, Site
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 ARENA_BYTES = 256 << 20
 BANK_BYTES = 256 << 20
+PLANS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The opt-in. `sites` are (kind, layer) pairs; `edits` the enabled edit kinds; 0 rows means choose."""
+    """The opt-in. `sites` are (kind, layer) pairs, dropped where the model lacks them: but those in `exact` must be there,
+    and one at least of each of `kinds`. `edits` are the enabled edit kinds; 0 rows means choose."""
 
-    sites: tuple[tuple[str, int], ...]
+    sites: tuple[Site, ...]
+    exact: frozenset[Site] = frozenset()
+    kinds: frozenset[str] = frozenset()
     edits: tuple[str, ...] = ("add",)
     max_captured_tokens: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Return the form that `additional_config` carries."""
         return {"sites": [list(site) for site in self.sites], "edits": list(self.edits),
-                "max_captured_tokens": self.max_captured_tokens}
+                "max_captured_tokens": self.max_captured_tokens, "exact": sorted(map(list, self.exact)),
+                "kinds": sorted(self.kinds)}
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> EngineOptions | None:
@@ -33,7 +38,8 @@ class EngineOptions:
         raw: Any = (vllm_config.additional_config or {}).get(KEY) if isinstance(vllm_config.additional_config, dict) else None
         if raw is None:
             return None
-        return cls(tuple((str(kind), int(layer)) for kind, layer in raw["sites"]), tuple(raw.get("edits", ("add",))),
+        sites, exact = (tuple((str(kind), int(layer)) for kind, layer in raw.get(name, ())) for name in ("sites", "exact"))
+        return cls(sites, frozenset(exact), frozenset(map(str, raw.get("kinds", ()))), tuple(raw.get("edits", ("add",))),
                    int(raw.get("max_captured_tokens", 0)))
 
 
@@ -42,26 +48,52 @@ class Sizes:
     """How large the fixed tables are. Both the scheduler's and the worker's process derive them from the config."""
 
     tokens: int  # rows of one engine step, at most
+    requests: int  # that may have run and not be finished
     programs: int
     plans: int
-    bank_rows: int
+    terms: int
+    bank_bytes: int
     captured_tokens: int  # rows that one step's half of the arena holds with every site captured
-    width: int
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, options: EngineOptions) -> Sizes:
         """Return the sizes for one engine; raises UnsupportedError when a table cannot be addressed."""
         model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-        width = model.get_hidden_size()
-        row_bytes = len(options.sites) * width * model.dtype.itemsize
-        budget = min(max(scheduler.max_num_seqs, ARENA_BYTES // (2 * row_bytes)), ((1 << 31) - 1) // (2 * len(options.sites) * width))
+        row = sum(aligned(width_of(kind, vllm_config)) for kind, _ in options.sites)
+        row_bytes = row * model.dtype.itemsize
+        budget = min(max(scheduler.max_num_seqs, ARENA_BYTES // (2 * row_bytes)), ((1 << 31) - 1) // (2 * row))
         rows = min(options.max_captured_tokens or budget, scheduler.max_num_batched_tokens)
-        if 2 * rows * len(options.sites) * width >= 1 << 31:
+        if 2 * rows * row >= 1 << 31:
             raise UnsupportedError(f"max_captured_tokens={rows} needs an arena of {2 * rows * row_bytes >> 20} MiB, "
                                    f"more than 2^31 values; ask for fewer rows or points")
-        bank = min(scheduler.max_num_seqs * len(options.sites), BANK_BYTES // (width * 4)) if options.edits else 1
-        return cls(scheduler.max_num_batched_tokens, 4 * scheduler.max_num_seqs, 64, max(bank, 2 * len(options.sites)),
-                   rows, width)
+        programs = 4 * scheduler.max_num_seqs if options.edits else 1
+        vector = 4 * model.get_hidden_size()
+        bank = min(BANK_BYTES, max(64, scheduler.max_num_seqs) * len(options.sites) * vector) if options.edits else vector
+        return cls(scheduler.max_num_batched_tokens, 2 * scheduler.max_num_seqs, programs, PLANS,
+                   min(1 << 17, max(1024, 2 * programs * len(options.sites))) if options.edits else 1, bank, rows)
+
+
+def aligned(width: int) -> int:
+    """Values that a captured row of `width` takes in the arena: every row starts on a whole 16 bytes."""
+    return -(-width // 8) * 8
+
+
+def width_of(kind: str, vllm_config: VllmConfig) -> int:
+    """Values of one row at a kind of point, as the config announces it; the loaded model may say otherwise."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    text, width = model.hf_text_config, model.get_hidden_size()
+    match kind:
+        case "q" | "z":
+            return model.get_num_attention_heads(parallel) * model.get_head_size()
+        case "k" | "v":
+            return model.get_num_kv_heads(parallel) * model.get_head_size()
+        case "mlp_act":
+            names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "ff_dim")
+            found = next((getattr(text, name) for name in names if getattr(text, name, None)), 4 * width)
+            return max(found) if isinstance(found, (list, tuple)) else int(found)
+        case "router":
+            return 2 * max(model.get_num_experts(), 1)  # its logits may be float32 beside a 16-bit model
+    return width
 
 
 def refuse_unsupported(vllm_config: VllmConfig, sizes: Sizes) -> None:

@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedError
-from .taps import After, Arg, Before
+from . import interior
+from .taps import After, Arg, Before, Side
+from .wire import Site
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,21 +34,36 @@ class Place:
     """A module and the side of it where a point is read and edited."""
 
     module: nn.Module
-    at: Before | After
+    at: Side
+    shape: tuple[int, ...]  # of one row
 
 
 @dataclass(slots=True)
 class Layout:
-    """Where a model keeps its points. `absent` says, for a kind that a block lacks, why."""
+    """Where a model keeps its points. `absent` says, for a point that a block lacks, why."""
 
     n_layers: int
-    places: dict[tuple[str, int], Place]
-    absent: dict[str, str]
+    width: int
     final_norm: nn.Module | None
+    final_is_tuple: bool
     has_unembedding: bool
-    sandwich: bool
+    places: dict[Site, Place] = field(default_factory=dict)
+    absent: dict[Site, str] = field(default_factory=dict)
 
-    def describe(self, sites: Sequence[tuple[str, int]]) -> str:
+    def put(self, kind: str, layer: int, module: nn.Module, at: Side, shape: tuple[int, ...] = ()) -> None:
+        """Note where a point is, and the shape of one row there, by default the stream's."""
+        self.places[kind, layer] = Place(module, at, shape or (self.width,))
+
+    def lack(self, kind: str, layer: int, reason: str) -> None:
+        """Note that a block has no such point."""
+        self.absent[kind, layer] = reason
+
+    @property
+    def sandwich(self) -> bool:
+        """Whether blocks norm what their branches add."""
+        return any(kind in ("attn_out_raw", "mlp_out_raw") for kind, _ in self.places)
+
+    def describe(self, sites: Sequence[Site]) -> str:
         """Where the sites are, as text that changes whenever the traced code would."""
         return repr([(site, type(self.places[site].module).__qualname__, self.places[site].at) for site in sites])
 
@@ -71,23 +88,28 @@ def discover(model: nn.Module, vllm_config: VllmConfig, device: torch.device) ->
     """Return the Layout of a loaded model; UnsupportedError with a reason when its stream cannot be identified."""
     attention = [m for m in vllm_config.compilation_config.static_forward_context.values() if isinstance(m, nn.Module)]
     parent, blocks = _blocks(model, attention)
-    calls, result = _record(model, vllm_config, device, parent, blocks, attention)
+    recorder = interior.Recorder(interior.watched(model, blocks))
+    try:
+        calls, result = _record(model, vllm_config, device, parent, blocks, attention)
+    finally:
+        recorder.remove()
     final, pair = _convention(calls, parent, blocks, model)
     _check_chain(calls, blocks, pair)
-    places: dict[tuple[str, int], Place] = {}
-    absent: dict[str, str] = {}
-    sandwich = False
+    unembeds = bool(calls[final].outputs) and _close(result.double(), calls[final].out()) if final else True
+    layout = Layout(len(blocks), vllm_config.model_config.get_hidden_size(), final, bool(final and calls[final].is_tuple), unembeds)
     for layer, block in enumerate(blocks):
-        branches, why, normed = _branches(calls, block, attention, pair)
-        sandwich |= normed
-        absent |= why
+        branches, why = _branches(calls, block, attention, pair)
         call = calls[block]
         args = [arg for arg, _ in calls[blocks[-1]].inputs] if len(blocks) > 1 else [arg for arg, _ in call.inputs]
-        places["resid_pre", layer] = Place(block, Before(args[0], args[1] if pair and len(args) > 1 else None))
-        places["resid_post", layer] = Place(block, After(call.is_tuple, pair))
-        places |= {(kind, layer): place for kind, place in branches.items()}
-    unembeds = bool(calls[final].outputs) and _close(result.double(), calls[final].out()) if final else True
-    return Layout(len(blocks), places, absent, final, unembeds, sandwich)
+        layout.put("resid_pre", layer, block, Before(args[0], args[1] if pair and len(args) > 1 else None))
+        layout.put("resid_post", layer, block, After(call.is_tuple, pair))
+        for kind, (module, at) in branches.items():
+            layout.put(kind, layer, module, at)
+        for kind, reason in why.items():
+            layout.lack(kind, layer, reason)
+    first = calls[blocks[0]]
+    interior.add(layout, blocks, attention, recorder.seen, first.stream_in() if pair else first.inputs[0][1].double())
+    return layout
 
 
 def _blocks(model: nn.Module, attention: list[nn.Module]) -> tuple[nn.Module, list[nn.Module]]:
@@ -196,14 +218,14 @@ def _post(call: _Call, pair: bool) -> Tensor:
 
 
 def _branches(calls: dict[nn.Module, _Call], block: nn.Module, attention: list[nn.Module],
-              pair: bool) -> tuple[dict[str, Place], dict[str, str], bool]:
+              pair: bool) -> tuple[dict[str, tuple[nn.Module, Before | After]], dict[str, str]]:
     """Find resid_mid, attn_out and mlp_out in one block by their identities; say why for those it lacks."""
     pre = calls[block].stream_in() if pair else calls[block].inputs[0][1].double()
     post = _post(calls[block], pair)
     children = [calls[m] for m in calls if m in set(block.children()) and calls[m].outputs]
     own = [c for c in children if set(attention) & set(c.module.modules())]
     if not own:
-        return {}, dict.fromkeys(("resid_mid", "attn_out", "mlp_out"), "attention is not a direct child of the block"), False
+        return {}, dict.fromkeys(("resid_mid", "attn_out", "mlp_out"), "attention is not a direct child of the block")
     attn = own[0]
     after_attn = children[children.index(attn):]
     for branch in after_attn:
@@ -211,23 +233,23 @@ def _branches(calls: dict[nn.Module, _Call], block: nn.Module, attention: list[n
             if norm.inputs and _adds_up(pre, branch, norm.stream_in()):
                 mlp = _last(c for c in children[children.index(norm):] if _adds_up(norm.stream_in(), c, post))
                 args = [arg for arg, _ in norm.inputs]
-                found = {"resid_mid": Place(norm.module, Before(args[0], args[1] if len(args) > 1 else None)),
+                found = {"resid_mid": (norm.module, Before(args[0], args[1] if len(args) > 1 else None)),
                          "attn_out": _output(branch)}
                 why = {}
                 if mlp is None:
                     why["mlp_out"] = "no module's output is what the block adds after attention"
                 else:
                     found["mlp_out"] = _output(mlp)
-                return found, why, branch is not attn
+                return found, why
     mlp = _last(c for c in children if c is not attn and _adds_up(pre + attn.out(), c, post))
     if mlp is None:
-        return {}, dict.fromkeys(("resid_mid", "attn_out", "mlp_out"), "the block adds its branches in an unknown way"), False
+        return {}, dict.fromkeys(("resid_mid", "attn_out", "mlp_out"), "the block adds its branches in an unknown way")
     return ({"attn_out": _output(attn), "mlp_out": _output(mlp)},
-            {"resid_mid": "attention and MLP run in parallel, there is no stream between them"}, False)
+            {"resid_mid": "attention and MLP run in parallel, there is no stream between them"})
 
 
-def _output(call: _Call) -> Place:
-    return Place(call.module, After(call.is_tuple, False))
+def _output(call: _Call) -> tuple[nn.Module, After]:
+    return call.module, After(call.is_tuple)
 
 
 def _last(items: Any) -> Any:

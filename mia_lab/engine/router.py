@@ -2,15 +2,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from .tables import Plan, Program, Tables
-from .wire import Spec, of_request, segments
+from mia_lab.kernels import program as P
+
+from .gates import Gates
+from .tables import Line, Plan, PlanLayout, Program, Tables
+from .wire import Reduce, Site, Spec, Term, depth, of_request, segments
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -21,13 +24,14 @@ _STAGES = 4  # pinned staging buffers: more than the steps that can be in flight
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The captured rows of one request in one step: values `[lo, lo + len(positions) * stride)` of the arena."""
+    """The captured rows of one request in one step: arena values `[lo, lo + len(positions) * plan.stride)`."""
 
     uid: str
     req_id: str
     positions: np.ndarray
-    plan: Plan
+    plan: PlanLayout
     lo: int
+    reduce: Reduce | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +52,21 @@ class _Segments:
     programs: np.ndarray
     plans: np.ndarray
     held: list[Program]
-    plan: Plan | None
+    kept: list[Plan]
     users: int = 0
 
 
 class Router:
     """Turns the requests of a step into table rows. `route` does no work while no request asks for anything."""
 
-    def __init__(self, tables: Tables, sites: Sequence[tuple[str, int]]) -> None:
-        self._tables, self._width = tables, tables.sizes.width
+    def __init__(self, tables: Tables, sites: Sequence[Site]) -> None:
+        self._tables = tables
         self._site = {site: index for index, site in enumerate(sites)}
         self._live: dict[str, tuple[str, Spec]] = {}  # engine request -> its name and Spec
         self._segments: dict[Spec, _Segments] = {}
         self._place: dict[str, int] = {}
+        self.gates = Gates(tables)
+        self._strides = np.zeros(tables.sizes.plans, np.int64)  # by plan
         self._stale = False
         self._written = 0  # table rows that may hold something other than neutral
         self._half = 0
@@ -81,10 +87,11 @@ class Router:
                 if found is not None:
                     self._take(new.req_id, *found)
 
-    def route(self, req_ids: Sequence[str], counts: Any, starts: Any) -> Step | None:
+    def route(self, req_ids: Sequence[str], counts: Any, starts: Any, input_ids: torch.Tensor) -> Step | None:
         """Write the rows of a step and return what it will capture.
 
-        counts `[requests]`: rows of each request; starts `[requests]`: the absolute position of its first row.
+        counts `[requests]`: rows of each request; starts `[requests]`: the absolute position of its first row; input_ids
+        `[rows]`: the step's tokens, on the device.
         """
         if self._stale:
             self._index()
@@ -94,6 +101,7 @@ class Router:
             return None
         counts, first = np.asarray(counts)[: len(req_ids)], np.asarray(starts)[: len(req_ids)]
         begins = np.cumsum(counts) - counts
+        self.gates.before_forward(req_ids, begins, counts, first, input_ids)
         mine = np.flatnonzero(place >= 0)
         owner = np.repeat(mine, counts[mine])  # [rows of our requests] -> request
         within = np.arange(len(owner)) - np.repeat(np.cumsum(counts[mine]) - counts[mine], counts[mine])
@@ -104,7 +112,8 @@ class Router:
         used = int(counts.sum())
         table[: max(used, self._written)] = NEUTRAL
         rows = begins[owner] + within
-        table[rows, 0], table[rows, 1] = self._flat_programs[segment], plans
+        table[rows, P.PROGRAM], table[rows, P.PLAN], table[rows, P.POSITION] = self._flat_programs[segment], plans, position
+        table[rows, P.SLOT] = self.gates.slots(req_ids)[owner]
         step = self._capture(table, req_ids, owner, position, rows, plans)
         self._send(max(used, self._written))
         self._written = used
@@ -120,26 +129,27 @@ class Router:
     def recover(self) -> None:
         """After a step that was broken off: take no row for granted, so that the next step writes them all."""
         self._written = len(self._tables.rows)
+        self.gates.recover()
 
     def _capture(self, table: np.ndarray, req_ids: Sequence[str], owner: np.ndarray, position: np.ndarray,
                  rows: np.ndarray, plans: np.ndarray) -> Step | None:
         taken = np.flatnonzero(plans >= 0)
         if not len(taken):
             return None
-        sizes = np.array([len(self._tables.plans.get(i, ())) for i in range(self._tables.sizes.plans)]) * self._width
-        ends = np.cumsum(sizes[plans[taken]])
+        sizes = self._strides[plans[taken]]
+        ends = np.cumsum(sizes)
         if ends[-1] > self._tables.half:
             raise RuntimeError(f"a step captured {ends[-1]} values; half the arena holds {self._tables.half}")
         lo = self._half * self._tables.half
-        bases = lo + ends - sizes[plans[taken]]
-        table[rows[taken], 2] = bases
-        owners = owner[taken]
-        cuts = np.flatnonzero(np.diff(owners)) + 1
+        bases = lo + ends - sizes
+        table[rows[taken], P.BASE] = bases
+        cuts = np.flatnonzero(np.diff(owner[taken]) | np.diff(plans[taken])) + 1
         parts = []
         for start, stop in pairwise([0, *cuts.tolist(), len(taken)]):
-            req_id = req_ids[owners[start]]
-            parts.append(Part(self._live[req_id][0], req_id, position[taken[start:stop]],
-                              self._tables.plans[int(plans[taken[start]])], int(bases[start])))
+            req_id = req_ids[owner[taken[start]]]
+            plan = self._tables.plans[int(plans[taken[start]])]
+            uid, spec = self._live[req_id]
+            parts.append(Part(uid, req_id, position[taken[start:stop]], plan, int(bases[start]), spec.reduce))
         step = Step(self._half, lo, lo + int(ends[-1]), parts)
         self._half ^= 1
         return step
@@ -148,6 +158,7 @@ class Router:
         if spec not in self._segments:
             self._segments[spec] = self._resolve(spec)
         self._segments[spec].users += 1
+        self.gates.take(req_id, spec)
         self._live[req_id] = uid, spec
         self._stale = True
 
@@ -155,6 +166,7 @@ class Router:
         if req_id not in self._live:
             return
         _, spec = self._live.pop(req_id)
+        self.gates.release(req_id)
         found = self._segments[spec]
         found.users -= 1
         if not found.users:
@@ -165,16 +177,17 @@ class Router:
     def _resolve(self, spec: Spec) -> _Segments:
         cuts = segments(spec)
         found = _Segments(np.array([cut.start for cut in cuts], np.int64), np.full(len(cuts), NEUTRAL),
-                          np.full(len(cuts), NEUTRAL), [], None)
+                          np.full(len(cuts), NEUTRAL), [], [])
+        first = _first_measures(spec)
         try:
-            if any(cut.captured for cut in cuts):
-                plan = tuple(sorted(self._site[site] for site in spec.sites))
-                place = self._tables.take_plan(plan)
-                found.plan = plan
-                found.plans[[cut.captured for cut in cuts]] = place
             for i, cut in enumerate(cuts):
+                if cut.takes:
+                    plan = tuple(sorted((self._site[take.site], take.before) for take in cut.takes))
+                    found.plans[i] = place = self._tables.take_plan(plan)
+                    found.kept.append(plan)
+                    self._strides[place] = self._tables.plans[place].stride
                 if cut.terms:
-                    program = tuple(sorted((self._site[t.kind, t.layer], t.vector, t.coeff) for t in cut.terms))
+                    program = tuple(self._line(term, spec, term in first) for term in cut.terms)
                     found.programs[i] = self._tables.take_program(program)
                     found.held.append(program)
         except BaseException:
@@ -182,11 +195,16 @@ class Router:
             raise
         return found
 
+    def _line(self, term: Term, spec: Spec, begins: bool) -> Line:
+        gate = spec.gates[term.gate] if term.gate >= 0 else None
+        level = gate.threshold if gate is not None and gate.rule == "row" and term.op != "measure" else None
+        return Line(self._site[term.site], replace(term, spans=()), level, begins)
+
     def _give_back(self, found: _Segments) -> None:
         for program in found.held:
             self._tables.give_program(program)
-        if found.plan is not None:
-            self._tables.give_plan(found.plan)
+        for plan in found.kept:
+            self._tables.give_plan(plan)
 
     def _index(self) -> None:
         """Lay all segments end to end, keyed by (request, start), so that one search finds every row's segment."""
@@ -208,3 +226,9 @@ class Router:
         self._tables.rows[:rows].copy_(self._stages[self._turn][:rows], non_blocking=True)
         if self._events:
             self._events[self._turn].record()
+
+
+def _first_measures(spec: Spec) -> set[Term]:
+    """Return the measure of each gate that the forward pass comes to first."""
+    measures = [term for term in spec.terms if term.op == "measure"]
+    return {min((term for term in measures if term.gate == gate), key=depth) for gate in {term.gate for term in measures}}

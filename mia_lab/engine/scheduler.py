@@ -17,6 +17,7 @@ def attach(scheduler: Scheduler, options: EngineOptions) -> None:
     refuse_unsupported(scheduler.vllm_config, sizes)
     cachekey.install()
     capturing: set[str] = set()
+    doubled: set[str] = set()  # those of them that capture a point both before and after its edits
     largest = 0  # rows that one waiting request may capture in a step, at most
     full_budget = scheduler.max_num_scheduled_tokens
     add_request, schedule = scheduler.add_request, scheduler.schedule
@@ -24,24 +25,27 @@ def attach(scheduler: Scheduler, options: EngineOptions) -> None:
     def add(request: Request) -> None:
         nonlocal largest
         spec = cachekey.spec_of(request)
-        if spec is not None and spec.sites and spec.rows:
+        if spec is not None and spec.takes:
             capturing.add(request.request_id)
+            if len({take.site for take in spec.takes}) < len(spec.takes):
+                doubled.add(request.request_id)
             largest = max(largest, _rows_ahead(request))
-            # The last prompt row is always computed; an earlier one could be served from the cache, uncomputed.
-            if spec.rows[0][0] < request.num_prompt_tokens - 1:
-                request.skip_reading_prefix_cache = True
+        # The last prompt row is always computed; an earlier one could be served from the cache, uncomputed.
+        if spec is not None and spec.first_row is not None and spec.first_row < request.num_prompt_tokens - 1:
+            request.skip_reading_prefix_cache = True
         add_request(request)
 
     def schedule_within_arena(*args: Any, **kwargs: Any) -> Any:
         nonlocal largest
         if capturing:
             capturing.intersection_update(scheduler.requests)
+            doubled.intersection_update(capturing)
             largest = largest if capturing else 0
         running = [request for request in scheduler.running if request.request_id in capturing]
         seats = min(len(capturing) - len(running), scheduler.max_num_running_reqs - len(scheduler.running))
         wanted = sum(map(_rows_ahead, running)) + seats * largest
-        scheduler.max_num_scheduled_tokens = (
-            full_budget if wanted <= sizes.captured_tokens else min(full_budget, sizes.captured_tokens))
+        room = sizes.captured_tokens // 2 if doubled else sizes.captured_tokens
+        scheduler.max_num_scheduled_tokens = full_budget if wanted <= room else max(1, min(full_budget, room))
         return schedule(*args, **kwargs)
 
     scheduler.add_request, scheduler.schedule = add, schedule_within_arena
@@ -49,8 +53,8 @@ def attach(scheduler: Scheduler, options: EngineOptions) -> None:
 
 def _rows_ahead(request: Request) -> int:
     """Rows that this request could still capture in one step."""
-    done, ahead = request.num_computed_tokens, 0
-    for start, stop in cachekey.spec_of(request).rows:
-        stop = request.num_tokens if stop is None else min(stop, request.num_tokens)
-        ahead += max(0, stop - max(start, done))
-    return max(ahead, 1)
+    done, ahead = request.num_computed_tokens, 1
+    for spans in {take.spans for take in cachekey.spec_of(request).takes}:
+        ends = [(start, request.num_tokens if stop is None else min(stop, request.num_tokens)) for start, stop in spans]
+        ahead += sum(max(0, stop - max(start, done)) for start, stop in ends)
+    return ahead

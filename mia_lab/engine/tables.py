@@ -1,39 +1,53 @@
 """The fixed-address tables that the taps read, and the host's book of who uses which entry."""
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 
-from .config import Sizes
-from .wire import MAX_TERMS
+from mia_lab.kernels import program as P
+
+from ..errors import UnsupportedError
+from .config import Sizes, aligned
+from .wire import MAX_GATES, Term
 
 K = TypeVar("K", bound=Hashable)
+_FLAGS = {"fresh": P.FRESH, "cosine": P.COSINE, "vote": P.VOTE}
 
 
 class Shelf(Generic[K]):
-    """Places for content-addressed entries: equal ones share a place, counted by use; idle ones stay until needed."""
+    """Runs of places for content-addressed entries: equal ones share, counted by use; idle ones stay until needed."""
 
     def __init__(self, size: int, what: str) -> None:
         self.size, self.what = size, what
-        self._place: dict[K, int] = {}
+        self._place: dict[K, tuple[int, int]] = {}
         self._uses: dict[K, int] = {}
         self._idle: dict[K, None] = {}  # in the order they fell idle
-        self._free = list(range(size - 1, -1, -1))
+        self._free = [(0, size)]  # ascending (start, length), none touching the next
 
-    def take(self, key: K) -> tuple[int, bool]:
-        """Return the entry's place and whether it must be written; RuntimeError when all places are in use."""
+    def take(self, key: K, length: int = 1) -> tuple[int, bool]:
+        """Return the entry's first place and whether it must be written; RuntimeError when no run of places is free."""
         if key in self._place:
             self._uses[key] += 1
             self._idle.pop(key, None)
-            return self._place[key], False
-        if not self._free:
+            return self._place[key][0], False
+        start = self._find(length)
+        while start is None:
             if not self._idle:
                 raise RuntimeError(f"all {self.size} {self.what} are in use")
             self.evict(next(iter(self._idle)))
-        self._place[key], self._uses[key] = self._free.pop(), 1
-        return self._place[key], True
+            start = self._find(length)
+        self._place[key], self._uses[key] = (start, length), 1
+        return start, True
+
+    def _find(self, length: int) -> int | None:
+        for i, (start, free) in enumerate(self._free):
+            if free >= length:
+                self._free[i : i + 1] = [(start + length, free - length)] if free > length else []
+                return start
+        return None
 
     def give(self, key: K) -> bool:
         """Drop one use of the entry; True when that was the last."""
@@ -44,103 +58,169 @@ class Shelf(Generic[K]):
         return True
 
     def evict(self, key: K) -> None:
-        """Forget an idle entry and free its place."""
+        """Forget an idle entry and free its places."""
         del self._idle[key], self._uses[key]
-        self._free.append(self._place.pop(key))
+        merged: list[tuple[int, int]] = []
+        for start, length in sorted([*self._free, self._place.pop(key)]):
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((start, length))
+        self._free = merged
 
 
-Program = tuple[tuple[int, str, float], ...]  # (site, vector, coefficient), sorted
-Plan = tuple[int, ...]  # captured sites, sorted
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One term of a program, without its spans. `level`: what the row's measure must pass, where its gate is per row;
+    `begins`: it is the first measure of its gate."""
+
+    site: int
+    term: Term
+    level: float | None = None
+    begins: bool = False
+
+
+Program = tuple[Line, ...]  # in the order they act
+Plan = tuple[tuple[int, bool], ...]  # captured (site, before its edits), sorted
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLayout:
+    """How a plan's rows lie in the arena, in values: one row's stride, and (start, width) of each entry within it."""
+
+    stride: int
+    cuts: dict[tuple[int, bool], tuple[int, int]]
 
 
 class Tables:
-    """Device tables of one engine. All are allocated here, once; afterwards only their contents change."""
+    """Device tables of one engine. All are allocated here, once; afterwards only their contents change.
 
-    def __init__(self, n_sites: int, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
-        self.sizes, self.device = sizes, device
+    widths, wide: per site, the values of one row, and whether they are kept as float32 whatever the arena's type.
+    """
+
+    def __init__(self, widths: Sequence[int], wide: Sequence[bool], sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
+        self.sizes, self.device, self.widths, self.wide = sizes, device, list(widths), list(wide)
+        self.room = [width * (4 // dtype.itemsize if is_wide else 1) for width, is_wide in zip(widths, wide)]  # in the arena's values
+        n, gates = len(widths), MAX_GATES
         new = lambda shape, fill, kind: torch.full(shape, fill, dtype=kind, device=device)  # noqa: E731
-        self.rows = new((sizes.tokens, 4), -1, torch.int32)
-        self.vec = new((n_sites, sizes.programs, MAX_TERMS), -1, torch.int32)
-        self.coef = new((n_sites, sizes.programs, MAX_TERMS), 0.0, torch.float32)
-        self.bank = new((sizes.bank_rows, sizes.width), 0.0, torch.float32)
-        self.offsets = new((n_sites, sizes.plans), -1, torch.int32)
-        self.half = sizes.captured_tokens * n_sites * sizes.width
+        self.half = sizes.captured_tokens * sum(map(aligned, self.room))
+        if 2 * self.half >= 1 << 31:
+            raise UnsupportedError(f"the arena would hold {2 * self.half} values, more than 2^31; declare fewer points "
+                                   f"or a smaller max_captured_tokens")
+        self.bank_width = max(widths)
+        self.bank_rows = max(sizes.bank_bytes // (4 * self.bank_width), 1)
+        self.rows = new((sizes.tokens, P.ROW_COLUMNS), -1, torch.int32)
+        self.index = new((n, sizes.programs, 2), 0, torch.int32)
+        self.words = new((sizes.terms, P.COLUMNS), 0, torch.int32)
+        self.numbers = new((sizes.terms, P.COLUMNS), 0.0, torch.float32)
+        self.bank = new((self.bank_rows, self.bank_width), 0.0, torch.float32)
+        self.offsets = new((n, sizes.plans, 2), -1, torch.int32)
         self.arena = new((2 * self.half,), 0.0, dtype)
+        self.measures = new((sizes.tokens, gates), 0.0, torch.float32)
+        self.opens = new((sizes.requests, gates), 0, torch.int32)
         self._programs: Shelf[Program] = Shelf(sizes.programs, "edit programs")
+        self._terms: Shelf[Program] = Shelf(sizes.terms, "edit terms")
         self._plans: Shelf[Plan] = Shelf(sizes.plans, "capture plans")
-        self._bank: Shelf[str] = Shelf(sizes.bank_rows, "vector places")
-        self._vectors: dict[str, torch.Tensor] = {}
-        self.plans: dict[int, Plan] = {}
+        self._bank: Shelf[str] = Shelf(self.bank_rows, "vector places")
+        self.vectors: dict[str, torch.Tensor] = {}
+        self.plans: dict[int, PlanLayout] = {}
+
+    def _all(self) -> tuple[torch.Tensor, ...]:
+        return (self.rows, self.index, self.words, self.numbers, self.bank, self.offsets, self.arena, self.measures, self.opens)
 
     @property
     def nbytes(self) -> int:
         """Bytes held on the device."""
-        return sum(t.nbytes for t in (self.rows, self.vec, self.coef, self.bank, self.offsets, self.arena))
+        return sum(t.nbytes for t in self._all())
 
     def of_site(self, site: int) -> tuple[torch.Tensor, ...]:
         """The tensors that one site's tap reads, in the operator's order."""
-        return self.rows, self.vec[site], self.coef[site], self.bank, self.offsets[site], self.arena
+        return (self.rows, self.index[site], self.words, self.numbers, self.bank, self.offsets[site], self.arena, self.measures,
+                self.opens)
 
-    def register(self, sha: str, vector: torch.Tensor) -> None:
-        """Hold a vector `[d_model]` float32 on the host, from where programs bring it into the bank."""
-        self._vectors[sha] = vector
+    def register(self, sha: str, vectors: torch.Tensor) -> None:
+        """Hold vectors `[n d]` float32 on the host, from where programs bring them into the bank."""
+        self.vectors[sha] = vectors
 
     def forget(self, sha: str) -> None:
         """Let go of a vector on the host; a program that uses it keeps its place in the bank."""
-        self._vectors.pop(sha, None)
+        self.vectors.pop(sha, None)
 
     def take_program(self, program: Program) -> int:
         """Return the table place of a program, writing it and its vectors where they are new."""
-        index, fresh = self._programs.take(program)
+        place, fresh = self._programs.take(program)
         if fresh:
-            vec = torch.full((self.vec.shape[0], MAX_TERMS), -1, dtype=torch.int32)
-            coef = torch.zeros(vec.shape)
-            filled = [0] * len(vec)
-            for i, (site, sha, weight) in enumerate(program):
-                try:
-                    place = self._place_vector(sha)
-                except BaseException:
-                    self._undo(program, i)
-                    raise
-                vec[site, filled[site]], coef[site, filled[site]] = place, weight
-                filled[site] += 1
-            self.vec[:, index].copy_(vec)
-            self.coef[:, index].copy_(coef)
-        return index
-
-    def _place_vector(self, sha: str) -> int:
-        place, fresh = self._bank.take(sha)
-        if fresh:
+            held: list[str] = []
             try:
-                self.bank[place].copy_(self._vectors[sha])
+                self._write(program, place, held)
             except BaseException:
-                self._bank.give(sha)
-                self._bank.evict(sha)
+                for sha in held:
+                    self._bank.give(sha)
+                self._programs.give(program)
+                self._programs.evict(program)
                 raise
         return place
 
-    def _undo(self, program: Program, taken: int) -> None:
-        self._programs.give(program)
-        self._programs.evict(program)
-        for _, sha, _ in program[:taken]:
-            self._bank.give(sha)
+    def _write(self, program: Program, place: int, held: list[str]) -> None:
+        ordered = sorted(program, key=lambda line: line.site)  # stable: the order of the terms of one site stays
+        words = torch.zeros(len(ordered), P.COLUMNS, dtype=torch.int32)
+        numbers = torch.zeros(len(ordered), P.COLUMNS)
+        index = torch.zeros(len(self.widths), 2, dtype=torch.int32)
+        start, _ = self._terms.take(program, max(len(ordered), 1))
+        try:
+            for i, line in enumerate(ordered):
+                term, site = line.term, line.site
+                read, write = self._place_vector(term.read, 1, site, held), self._place_vector(term.write, term.aligned, site, held)
+                flags = sum(bit for name, bit in _FLAGS.items() if getattr(term, name))
+                flags |= P.ALIGNED * bool(term.aligned) | P.PER_ROW * (line.level is not None) | P.BEGINS * line.begins
+                words[i] = torch.tensor([P.OPS.index(term.op), read, write, term.gate, *term.columns, term.origin, flags])
+                numbers[i] = torch.tensor([term.coeff, term.slope, term.offset, term.low, term.high, term.rate, term.threshold,
+                                              line.level or 0.0])
+                index[site, 0] = start + i - index[site, 1]
+                index[site, 1] += 1
+            self.words[start : start + len(ordered)].copy_(words)
+            self.numbers[start : start + len(ordered)].copy_(numbers)
+            self.index[:, place].copy_(index)
+        except BaseException:
+            self._terms.give(program)
+            self._terms.evict(program)
+            raise
+
+    def _place_vector(self, sha: str, rows: int, site: int, held: list[str]) -> int:
+        if not sha:
+            return -1
+        vectors = self.vectors[sha]
+        if len(vectors) != max(rows, 1) or vectors.shape[1] != self.widths[site]:
+            raise ValueError(f"vector {sha} is {list(vectors.shape)}; its term needs [{max(rows, 1)}, {self.widths[site]}]")
+        place, fresh = self._bank.take(sha, len(vectors))
+        held.append(sha)
+        if fresh:
+            self.bank[place : place + len(vectors), : vectors.shape[1]].copy_(vectors)
+        return place
 
     def give_program(self, program: Program) -> None:
         """Drop one use of a program; its vectors fall idle with the last."""
         if self._programs.give(program):
+            self._terms.give(program)
+            self._terms.evict(program)
             self._programs.evict(program)
-            for _, sha, _ in program:
-                self._bank.give(sha)
+            for line in program:
+                for sha in filter(None, (line.term.read, line.term.write)):
+                    self._bank.give(sha)
 
     def take_plan(self, plan: Plan) -> int:
         """Return the table place of a capture plan, writing it where it is new."""
-        index, fresh = self._plans.take(plan)
+        place, fresh = self._plans.take(plan)
         if fresh:
-            offsets = torch.full((self.offsets.shape[0],), -1, dtype=torch.int32)
-            offsets[list(plan)] = torch.arange(len(plan), dtype=torch.int32) * self.sizes.width
-            self.offsets[:, index].copy_(offsets)
-            self.plans[index] = plan
-        return index
+            offsets = torch.full((len(self.widths), 2), -1, dtype=torch.int32)
+            cuts, start = {}, 0
+            for site, before in plan:
+                offsets[site, int(not before)] = start
+                cuts[site, before] = start, self.room[site]
+                start += aligned(self.room[site])
+            self.offsets[:, place].copy_(offsets)
+            self.plans[place] = PlanLayout(start, cuts)
+        return place
 
     def give_plan(self, plan: Plan) -> None:
         """Drop one use of a plan."""

@@ -7,7 +7,8 @@ are alike still compile once. Which rows do what is data in the tables; the trac
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,8 @@ from mia_lab.kernels import tap as kernel
 
 from .tables import Tables
 
-tap_ = kernel.tap_
-_NAMES = ("rows", "vec", "coef", "bank", "offsets", "arena")
-_SWAPPED: dict[tuple[type, object, object], type] = {}
+tap_, read_ = kernel.tap_, kernel.read_
+_SWAPPED: dict[tuple[type, tuple], type] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,54 +43,89 @@ class Before:
     """Tap what the module is given: the value is `x`, plus `residual` where the block passes a pending pair."""
 
     x: Arg
-    residual: Arg | None
+    residual: Arg | None = None
+    edits: bool = True  # False for a view of a larger tensor, which would be cloned if it were edited
+    wide: bool = False  # stored as float32 whatever the model's type; only where not edited
 
 
 @dataclass(frozen=True, slots=True)
 class After:
     """Tap what the module returns: its tensor, or the first of its tuple, plus the second where `pair`."""
 
-    is_tuple: bool
-    pair: bool
+    is_tuple: bool = False
+    pair: bool = False
 
 
-def swap(module: nn.Module, before: Before | None, after: After | None) -> None:
-    """Give `module` a subclass of its own class whose forward runs the taps."""
+@dataclass(frozen=True, slots=True)
+class Within:
+    """Tap what an attention layer's kernel wrote, from within the operator at which vLLM splits its graphs.
+
+    Outside of it the value is a view of another graph's buffer, which a compiled edit would copy twice.
+    """
+
+
+Side = Before | After | Within
+
+
+def swap(module: nn.Module, sides: Sequence[Side]) -> None:
+    """Give `module` a subclass of its own class whose forward runs the taps, in the order given."""
     base = type(module)
+    for i, side in enumerate(sides):
+        if isinstance(side, Within):
+            _wrap_kernel(module.impl, module.mia_tables[i])
+    if all(isinstance(side, Within) for side in sides):
+        return
     if "forward" in vars(module):
         raise RuntimeError(f"{base.__name__} carries an instance forward, which a class swap cannot reach")
-    key = (base, before, after)
+    key = (base, tuple(sides))
     if key not in _SWAPPED:
-        _SWAPPED[key] = type(f"Tapped{base.__name__}", (base,), {"forward": _forward(base, before, after)})
+        _SWAPPED[key] = type(f"Tapped{base.__name__}", (base,), {"forward": _forward(base, key[1]), "mia_inner": base.forward})
     module.__class__ = _SWAPPED[key]
 
 
-def _forward(base: type, before: Before | None, after: After | None) -> Callable[..., Any]:
+def _forward(base: type, sides: tuple[Side, ...]) -> Callable[..., Any]:
     inner = base.forward
+    befores = [(i, side) for i, side in enumerate(sides) if isinstance(side, Before)]
+    afters = [(i, side) for i, side in enumerate(sides) if isinstance(side, After)]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            residual = None if before.residual is None else before.residual.pick(args, kwargs)
-            tap_(before.x.pick(args, kwargs), residual, self.mia_in_rows, self.mia_in_vec, self.mia_in_coef,
-                 self.mia_in_bank, self.mia_in_offsets, self.mia_in_arena)
+        for i, side in befores:
+            x = side.x.pick(args, kwargs)
+            if x is not None:  # a layer that shares another's keys gets none
+                residual = None if side.residual is None else side.residual.pick(args, kwargs)
+                if side.edits:
+                    tap_(x, residual, *self.mia_tables[i])
+                else:
+                    read_(x, residual, *self.mia_tables[i], wide=side.wide)
         out = inner(self, *args, **kwargs)
-        if after is not None:
-            x = out[0] if after.is_tuple else out
-            tap_(x, out[1] if after.pair else None, self.mia_out_rows, self.mia_out_vec, self.mia_out_coef,
-                 self.mia_out_bank, self.mia_out_offsets, self.mia_out_arena)
+        for i, side in afters:
+            x = out[0] if side.is_tuple else out
+            tap_(x, out[1] if side.pair else None, *self.mia_tables[i])
         return out
 
     return forward
 
 
-def attach(module: nn.Module, side: str, tables: Tables, site: int) -> None:
-    """Hang the tables of one site on the module, for its `in` or `out` tap."""
-    for name, tensor in zip(_NAMES, tables.of_site(site)):
-        # Not a buffer: state_dict, dtype casts and weight reloads must not see it.
-        object.__setattr__(module, f"mia_{side}_{name}", tensor)
+def _wrap_kernel(impl: Any, tables: tuple[torch.Tensor, ...]) -> None:
+    inner = impl.forward
+    place = list(inspect.signature(inner).parameters).index("output")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        result = inner(*args, **kwargs)
+        output = kwargs["output"] if "output" in kwargs else args[place]
+        tap_(output.view(len(output), -1), None, *tables)
+        return result
+
+    impl.forward = forward
+
+
+def attach(module: nn.Module, tables: Tables, sites: Sequence[int]) -> None:
+    """Hang the tables of the module's sites on it, in the order of its taps."""
+    # Not buffers: state_dict, dtype casts and weight reloads must not see them.
+    object.__setattr__(module, "mia_tables", tuple(tables.of_site(site) for site in sites))
 
 
 def fingerprint(places: str, tables: Tables) -> str:
     """Identity of the compiled taps, for vLLM's compile-cache key: sources, places and table shapes."""
-    text = [Path(kernel.__file__).read_text(), Path(__file__).read_text(), places, repr(tables.sizes)]
+    text = [Path(kernel.__file__).read_text(), Path(__file__).read_text(), places, repr((tables.sizes, tables.widths))]
     return hashlib.sha256("\0".join(text).encode()).hexdigest()[:32]

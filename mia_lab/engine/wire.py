@@ -1,30 +1,104 @@
 """The request spec as it crosses to the engine: bounded JSON, nothing executable."""
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
 
 KEY = "mia_lab"  # in SamplingParams.extra_args and in VllmConfig.additional_config
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 1 << 20
 MAX_NUMBER = 3.4e38  # the tables hold float32
-MAX_TERMS = 4  # vectors that may meet at one point of one row
+MAX_TERMS = 64  # that may meet at one point of one row
+MAX_GATES = 4  # of one request
+OPS = ("add", "affine", "clip", "feature", "scale", "renorm", "measure")
+RULES = ("row", "mean", "max", "last", "since", "token")  # how readings decide; all but "row" hold once decided
 
 Span = tuple[int, int | None]
+Site = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """`coeff` times the vector with content address `vector`, added at (kind, layer) on the rows in `spans`."""
+    """One step of an edit at (kind, layer) on the rows in `spans`. What it does is said beside each op in `kernels/program.py`.
+
+    `read` and `write` are content addresses of vectors, "" for none. `gate` is an index into the spec's gates, -1 for
+    none. `aligned` is how many vectors `write` holds, one a position from `origin` on; 0 for a single vector.
+    """
+
+    op: str
+    kind: str
+    layer: int
+    spans: tuple[Span, ...]
+    read: str = ""
+    write: str = ""
+    coeff: float = 1.0
+    slope: float = 0.0
+    offset: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    rate: float = 0.0
+    threshold: float = 0.0
+    gate: int = -1
+    columns: tuple[int, int] = (0, (1 << 31) - 1)
+    origin: int = 0
+    aligned: int = 0
+    fresh: bool = True
+    cosine: bool = False
+    vote: bool = False
+
+    @property
+    def site(self) -> Site:
+        """Where it acts."""
+        return self.kind, self.layer
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """When terms act. Rule "row": where the row's own measure passes `threshold`. The others open a request from one
+    position on: once the mean, max or last of the measures over `[start, stop)` passes ("mean", "max", "last"; decided
+    at `stop`), after the first row from `start` on whose measure passes ("since"), or from the first of `tokens` that is
+    fed back from `start` on ("token")."""
+
+    rule: str
+    threshold: float = 0.0
+    start: int = 0
+    stop: int = 0
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Rows of one point to capture, before the edits there or after them."""
 
     kind: str
     layer: int
-    vector: str
-    coeff: float
     spans: tuple[Span, ...]
+    before: bool = False
+
+    @property
+    def site(self) -> Site:
+        """Where it reads."""
+        return self.kind, self.layer
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """What is done to captured rows on the device before they leave it.
+
+    matrices: at each (kind, layer), the address of `[m d + 1]`, whose last column is a bias; none for the row itself.
+    Then values up to `threshold` become 0, where there is one; then the norm, or the `k` largest and their places.
+    mean: the sum over the rows of a step leaves, in place of the rows.
+    """
+
+    matrices: tuple[tuple[str, int, str], ...] = ()
+    threshold: float | None = None
+    norm: bool = False
+    k: int = 0
+    mean: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +106,16 @@ class Spec:
     """What a request asks of the taps. Requests that ask the same share one, however many they are."""
 
     terms: tuple[Term, ...] = ()
-    sites: tuple[tuple[str, int], ...] = ()  # captured (kind, layer) pairs
-    rows: tuple[Span, ...] = ()  # captured positions
+    takes: tuple[Take, ...] = ()
+    gates: tuple[Gate, ...] = ()
+    reduce: Reduce | None = None
+
+    @property
+    def first_row(self) -> int | None:
+        """The first position that must be computed, not read from the prefix cache; None when any may be read."""
+        rows = [take.spans[0][0] for take in self.takes if take.spans]
+        rows += [gate.start for gate in self.gates if gate.rule in ("mean", "max", "since")]
+        return min(rows, default=None)
 
 
 def encode(uid: str, spec: Spec) -> str:
@@ -48,9 +130,14 @@ def encode(uid: str, spec: Spec) -> str:
 
 @lru_cache(maxsize=256)
 def _body(spec: Spec) -> str:
-    return json.dumps({"v": VERSION, "sites": spec.sites, "rows": spec.rows,
-                       "terms": [[t.kind, t.layer, t.vector, t.coeff, t.spans] for t in spec.terms]},
-                      separators=(",", ":"), allow_nan=False)
+    return json.dumps({"v": VERSION, "terms": [_sparse(t) for t in spec.terms], "takes": [astuple(t) for t in spec.takes],
+                       "gates": [astuple(g) for g in spec.gates],
+                       "reduce": None if spec.reduce is None else astuple(spec.reduce)}, separators=(",", ":"), allow_nan=False)
+
+
+def _sparse(term: Term) -> dict:
+    """The fields of a term that differ from their defaults."""
+    return {f.name: getattr(term, f.name) for f in fields(Term) if getattr(term, f.name) != f.default}
 
 
 def decode(text: str) -> tuple[str, Spec]:
@@ -70,16 +157,99 @@ def _parse(body: str) -> Spec:
     if not isinstance(data, dict) or data.get("v") != VERSION:
         raise ValueError(f"a spec needs v={VERSION}")
     try:
-        spec = Spec(tuple(Term(_text(k), _index(n), _text(v), _number(c), _spans(s)) for k, n, v, c, s in data["terms"]),
-                    tuple((_text(k), _index(n)) for k, n in data["sites"]), _spans(data["rows"]))
+        spec = Spec(tuple(map(_term, data["terms"])),
+                    tuple(Take(_text(k), _index(n), _spans(s), _truth(b)) for k, n, s, b in data["takes"]),
+                    tuple(map(_gate, data["gates"])), data["reduce"] and _reduce(data["reduce"]))
     except (KeyError, TypeError) as error:
         raise ValueError(f"the spec is malformed: {error!r}") from None
-    if len(set(spec.sites)) != len(spec.sites):
+    _check(spec)
+    return spec
+
+
+_READERS = {"op": lambda v: _choice(v, OPS), "kind": lambda v: _text(v), "layer": lambda v: _index(v), "spans": lambda v: _spans(v),
+            "read": lambda v: v and _text(v), "write": lambda v: v and _text(v), "gate": lambda v: _index(v),
+            "columns": lambda v: tuple(map(_index, v)), "origin": lambda v: _index(v), "aligned": lambda v: _index(v),
+            **dict.fromkeys(("coeff", "slope", "offset", "low", "high", "rate", "threshold"), lambda v: _number(v)),
+            **dict.fromkeys(("fresh", "cosine", "vote"), lambda v: _truth(v))}
+
+
+def _term(data: dict) -> Term:
+    return Term(**{name: _READERS[name](value) for name, value in data.items()})
+
+
+def _gate(data: list) -> Gate:
+    rule, threshold, start, stop, tokens = data
+    if len(tokens) > 64:
+        raise ValueError("a gate watches 64 tokens at most")
+    return Gate(_choice(rule, RULES), _number(threshold), _index(start), _index(stop), tuple(map(_index, tokens)))
+
+
+def _reduce(data: list) -> Reduce:
+    matrices, threshold, norm, k, mean = data
+    if norm and k:
+        raise ValueError("rows are reduced to a norm or to their largest values, not both")
+    return Reduce(tuple((_text(kind), _index(layer), _text(sha)) for kind, layer, sha in matrices),
+                  None if threshold is None else _number(threshold), _truth(norm), _index(k), _truth(mean))
+
+
+def _check(spec: Spec) -> None:
+    if len({(take.site, take.before) for take in spec.takes}) != len(spec.takes):
         raise ValueError("a captured point is named twice")
+    if len(spec.gates) > MAX_GATES:
+        raise ValueError(f"a request has {MAX_GATES} gates at most, not {len(spec.gates)}")
+    for term in spec.terms:
+        if term.gate >= len(spec.gates) or (term.op == "measure" and term.gate < 0):
+            raise ValueError(f"a term names gate {term.gate} of {len(spec.gates)}")
+        if bool(term.read) != (term.op in ("affine", "clip", "feature", "measure")):
+            raise ValueError(f"{term.op} {'needs' if not term.read else 'takes no'} vector to read")
+        if not term.write and term.op in ("add", "affine", "clip", "feature"):
+            raise ValueError(f"{term.op} needs a vector to write")
+        if len(term.columns) != 2:
+            raise ValueError("columns are a pair")
+        if term.rate > 0 or (term.rate and any(a < term.origin for a, _ in term.spans)):
+            raise ValueError("a schedule never grows, and begins no later than its edit")
+        if term.aligned and not all(term.origin <= a and b is not None and b <= term.origin + term.aligned for a, b in term.spans):
+            raise ValueError(f"{term.aligned} aligned vectors from position {term.origin} on do not cover the edited rows")
+    for index, gate in enumerate(spec.gates):
+        _check_gate(index, gate, spec)
     crowded = next((cut.start for cut in segments(spec) if busiest(cut)[1] > MAX_TERMS), None)
     if crowded is not None:
         raise ValueError(f"more than {MAX_TERMS} edits meet at one point from position {crowded} on")
-    return spec
+
+
+def _check_gate(index: int, gate: Gate, spec: Spec) -> None:
+    """A gate is decided before any row that it governs is edited, from rows that are all computed."""
+    mine = [term for term in spec.terms if term.gate == index]
+    measures, edits = [t for t in mine if t.op == "measure"], [t for t in mine if t.op != "measure"]
+    if (not measures) != (gate.rule == "token"):
+        raise ValueError(f"a gate that decides by {gate.rule} {'needs' if not measures else 'takes no'} readings")
+    if len({term.spans for term in measures}) > 1:
+        raise ValueError("the readings of one gate are taken on different rows")
+    places = [(depth(term), term.site) for term in measures]
+    if len({place for place, _ in places}) != len(set(places)):
+        raise ValueError("two readings of one gate stand at points whose order is not fixed")
+    read = measures[0].spans if measures else ()
+    for a, b in (span for term in edits for span in term.spans):
+        if gate.rule == "row" and not any(c <= a and (d is None or (b is not None and b <= d)) for c, d in read):
+            raise ValueError("a gated edit acts on rows that its gate does not read")
+        if a < (gate.stop if gate.rule in ("mean", "max", "last") else gate.start):
+            raise ValueError("a gated edit acts on rows before its gate is decided")
+    if gate.rule == "row" and any(depth(term) <= max(place for place, _ in places) for term in edits):
+        raise ValueError("a gate reads at a point that comes after, or beside, the edit it governs")
+    if gate.rule in ("mean", "max", "last") and read != ((gate.start, gate.stop),):
+        raise ValueError("a gate pools other rows than it reads")
+    if gate.rule == "since" and read != ((gate.start, None),):
+        raise ValueError("a gate watches other rows than it reads")
+
+
+def depth(term: Term) -> tuple[int, int]:
+    """Where a term stands in the forward pass; points of a block whose order depends on the model share a place."""
+    return term.layer, 0 if term.kind in ("embed", "resid_pre") else 2 if term.kind in ("resid_post", "final_norm") else 1
+
+
+def addresses(spec: Spec) -> set[str]:
+    """Return the content addresses of all vectors that a spec's edits name."""
+    return {sha for term in spec.terms for sha in (term.read, term.write) if sha}
 
 
 def of_request(extra_args: dict | None) -> tuple[str, Spec] | None:
@@ -90,29 +260,30 @@ def of_request(extra_args: dict | None) -> tuple[str, Spec] | None:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Positions from `start` up to the next segment's: the terms that act there, and whether they are captured."""
+    """Positions from `start` up to the next segment's: the terms that act there, in order, and what is captured."""
 
     start: int
     terms: tuple[Term, ...]
-    captured: bool
+    takes: tuple[Take, ...]
 
 
 @lru_cache(maxsize=256)
 def segments(spec: Spec) -> tuple[Segment, ...]:
     """Cut the positions of a request where anything changes; the last segment has no end."""
-    edges = {0} | {edge for spans in (spec.rows, *(t.spans for t in spec.terms)) for span in spans for edge in span
-                   if edge is not None}
-    return tuple(Segment(at, tuple(t for t in spec.terms if _covers(t.spans, at)), bool(spec.sites) and _covers(spec.rows, at))
-                 for at in sorted(edges))
+    every = [item.spans for item in (*spec.terms, *spec.takes)]
+    edges = sorted({0} | {edge for spans in every for span in spans for edge in span if edge is not None})
+    return tuple(Segment(at, tuple(t for t in spec.terms if covers(t.spans, at)), tuple(t for t in spec.takes if covers(t.spans, at)))
+                 for at in edges)
 
 
-def busiest(segment: Segment) -> tuple[tuple[str, int], int]:
+def busiest(segment: Segment) -> tuple[Site, int]:
     """Return the point where most terms of a segment meet, and how many."""
-    counts = Counter((term.kind, term.layer) for term in segment.terms)
+    counts = Counter(term.site for term in segment.terms)
     return counts.most_common(1)[0] if counts else (("", 0), 0)
 
 
-def _covers(spans: tuple[Span, ...], at: int) -> bool:
+def covers(spans: tuple[Span, ...], at: int) -> bool:
+    """Whether a position lies in one of the spans."""
     return any(start <= at and (stop is None or at < stop) for start, stop in spans)
 
 
@@ -122,9 +293,21 @@ def _text(value: object) -> str:
     return value
 
 
+def _choice(value: object, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise ValueError(f"expected one of {', '.join(known)}, got {value!r}")
+    return str(value)
+
+
+def _truth(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"expected true or false, got {value!r}")
+    return value
+
+
 def _index(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 31:
-        raise ValueError(f"expected a position or layer, got {value!r}")
+        raise ValueError(f"expected a position, layer or count, got {value!r}")
     return value
 
 
@@ -142,3 +325,8 @@ def _spans(value: object) -> tuple[Span, ...]:
             raise ValueError(f"spans must ascend and not overlap: {value!r}")
         ends.append(math.inf if stop is None else stop)
     return spans
+
+
+def address(rows: int, data: bytes) -> str:
+    """Return the content address of `rows` vectors, given as float32 bytes: a hash of 32 hex digits."""
+    return hashlib.sha256(f"{rows}:".encode() + data).hexdigest()[:32]

@@ -2,21 +2,21 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import PointError
-from . import taps
+from . import heads, taps
 from .adapters import adapter_for
 from .config import EngineOptions, Sizes, refuse_unsupported
 from .courier import Courier
 from .discover import Layout, discover
 from .router import Router
 from .tables import Tables
-from .taps import After, Before
-from .wire import KEY
+from .wire import KEY, Site, Span, address
 
 if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
@@ -29,8 +29,8 @@ def attach(worker: WorkerBase, options: EngineOptions) -> None:
     def load_then_tap(*args: Any, **kwargs: Any) -> None:
         load_model(*args, **kwargs)
         lab = Lab(worker, options)
-        for name in ("describe", "register", "forget", "fetch", "drop", "unembed", "sample_weights",
-                     "recover"):
+        for name in ("describe", "register", "forget", "fetch", "drop", "unembed", "sample_weights", "recover",
+                     "pattern", "experts"):
             setattr(worker, f"mia_{name}", getattr(lab, name))
 
     worker.load_model = load_then_tap
@@ -42,53 +42,92 @@ class Lab:
 
     def __init__(self, worker: WorkerBase, options: EngineOptions) -> None:
         runner, config = worker.model_runner, worker.vllm_config
-        self._runner, self._sites = runner, options.sites
+        self._runner = runner
         self._sizes = Sizes.of(config, options)
         refuse_unsupported(config, self._sizes)
         self._model = runner.get_model()
         self._layout = discover(self._model, config, runner.device)
-        _check_sites(options.sites, self._layout)
-        self._tables = Tables(len(options.sites), self._sizes, config.model_config.dtype, runner.device)
+        self._sites = _existing(options, self._layout)
+        places = [self._layout.places[site] for site in self._sites]
+        self._tables = Tables([math.prod(p.shape) for p in places], [getattr(p.at, "wide", False) for p in places], self._sizes,
+                              config.model_config.dtype, runner.device)
         self._install_taps()
         # vLLM counts this as weights, so that the KV cache is sized for what is left.
         if hasattr(runner, "model_memory_usage"):
             runner.model_memory_usage += self._tables.nbytes
         # Without this, vLLM would load the compiled graph of the same model without taps.
-        config.additional_config[KEY]["fingerprint"] = taps.fingerprint(self._layout.describe(options.sites), self._tables)
-        self._router, self._courier = Router(self._tables, options.sites), Courier(self._tables)
+        config.additional_config[KEY]["fingerprint"] = taps.fingerprint(self._layout.describe(self._sites), self._tables)
+        self._router, self._courier = Router(self._tables, self._sites), Courier(self._tables, self._sites)
         self._adapter = adapter_for(runner)
         self._adapter.install(self._router, self._courier)
 
     def _install_taps(self) -> None:
-        sides: dict[torch.nn.Module, dict[type, Before | After]] = {}
-        for site, key in enumerate(self._sites):
-            place = self._layout.places[key]
-            sides.setdefault(place.module, {})[type(place.at)] = place.at
-            taps.attach(place.module, "in" if isinstance(place.at, Before) else "out", self._tables, site)
-        for module, at in sides.items():
-            taps.swap(module, at.get(Before), at.get(After))
+        order = sorted(range(len(self._sites)), key=lambda site: self._sites[site][0] != "embed")  # first where it shares a place
+        sides: dict[torch.nn.Module, list[int]] = {}
+        for site in order:
+            sides.setdefault(self._layout.places[self._sites[site]].module, []).append(site)
+        for module, sites in sides.items():
+            taps.attach(module, self._tables, sites)
+            taps.swap(module, [self._layout.places[self._sites[site]].at for site in sites])
 
     def describe(self) -> dict[str, Any]:
-        """Facts for the client: layers, which points exist, table bytes, runner."""
-        return {"n_layers": self._layout.n_layers, "absent": self._layout.absent, "sandwich": self._layout.sandwich,
-                "available": [list(key) for key in self._layout.places], "table_bytes": self._tables.nbytes,
-                "arena_bytes": self._tables.arena.nbytes, "captured_tokens": self._sizes.captured_tokens,
-                "bank_rows": self._sizes.bank_rows, "programs": self._sizes.programs, "runner": self._adapter.name,
-                "has_unembedding": self._layout.has_unembedding}
+        """Facts for the client: which points exist and their shapes, table bytes, runner."""
+        layout = self._layout
+        return {"n_layers": layout.n_layers, "sandwich": layout.sandwich, "has_unembedding": layout.has_unembedding,
+                "absent": [[*site, reason] for site, reason in layout.absent.items()],
+                "shapes": [[*site, list(place.shape)] for site, place in layout.places.items()],
+                "sites": [list(site) for site in self._sites],
+                "wide": sorted({kind for (kind, _), place in layout.places.items() if getattr(place.at, "wide", False)}),
+                "read_only": sorted({kind for (kind, _), place in layout.places.items() if not getattr(place.at, "edits", True)}),
+                "table_bytes": self._tables.nbytes, "arena_bytes": self._tables.arena.nbytes,
+                "captured_tokens": self._sizes.captured_tokens, "bank_rows": self._tables.bank_rows,
+                "programs": self._sizes.programs, "terms": self._sizes.terms, "plans": self._sizes.plans, "runner": self._adapter.name}
 
-    def register(self, vectors: dict[str, bytes]) -> None:
-        """Hold vectors (float32 bytes) under their content address, which is checked."""
-        for sha, data in vectors.items():
-            if hashlib.sha256(data).hexdigest()[:32] != sha or len(data) != 4 * self._sizes.width:
+    def register(self, vectors: dict[str, tuple[int, bytes]]) -> None:
+        """Hold vectors, `[n width]` float32 as (n, bytes), under their content address, which is checked."""
+        for sha, (rows, data) in vectors.items():
+            if address(rows, data) != sha or not rows or len(data) % (4 * rows):
                 raise ValueError(f"vector {sha} does not hold what its address says")
-            self._tables.register(sha, torch.frombuffer(bytearray(data), dtype=torch.float32))
+            self._tables.register(sha, torch.frombuffer(bytearray(data), dtype=torch.float32).view(rows, -1))
 
-    def fetch(self, uids: Sequence[str], kind: str, layer: int) -> list[tuple[bytes, bytes]]:
-        """Return per request the int64 positions and the values (model dtype) captured at one point."""
+    def fetch(self, uids: Sequence[str], kind: str, layer: int, before: bool = False) -> list[tuple[bytes, bytes]]:
+        """Return per request the int64 positions and the values captured at one point, before its edits or after."""
         site = self._sites.index((kind, layer))
-        found = [self._courier.rows(uid, site) for uid in uids]
+        found = [self._courier.rows(uid, site, before) for uid in uids]
         return [(positions.tobytes(), values.contiguous().view(torch.uint8).numpy().tobytes())
                 for positions, values in found]
+
+    @torch.inference_mode()
+    def pattern(self, uids: Sequence[str], layer: int, at: Sequence[Sequence[int]], scores: bool,
+                spans: Sequence[Sequence[Span]] | None) -> list[tuple[list[int], bytes]]:
+        """Return per request the attention (or scores) `[pos head key]`, as shape and float32 bytes, of its positions `at`,
+        or its sum over the keys in `spans`."""
+        found = []
+        for i, (uid, places) in enumerate(zip(uids, at)):
+            value = heads.attention(self._layout.places["q", layer].module, *self._rows(uid, "q", layer), *self._rows(uid, "k", layer),
+                                    places, scores, self._tables.device)
+            if spans is not None:
+                value = sum((value[..., a:b].sum(-1) for a, b in spans[i]), torch.zeros_like(value[..., 0]))
+            found.append((list(value.shape), value.cpu().numpy().tobytes()))
+        return found
+
+    @torch.inference_mode()
+    def experts(self, uids: Sequence[str], layer: int) -> list[tuple[int, bytes, bytes]]:
+        """Return per request how many experts a row has, their float32 weights and int64 ids, for each captured row."""
+        router = self._layout.places["router", layer].module.router
+        found = []
+        for uid in uids:
+            logits = self._rows(uid, "router", layer)[1].to(self._tables.device)
+            hidden = torch.zeros(len(logits), self._layout.width, device=logits.device, dtype=self._tables.arena.dtype)
+            weights, ids = router.select_experts(hidden_states=hidden, router_logits=logits)
+            found.append((weights.shape[1], weights.float().cpu().numpy().tobytes(), ids.long().cpu().numpy().tobytes()))
+        return found
+
+    def _rows(self, uid: str, kind: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one request's positions and values `[n *shape]`, whichever side of its edits was captured."""
+        site = self._sites.index((kind, layer))
+        positions, values = max((self._courier.rows(uid, site, before) for before in (False, True)), key=lambda rows: len(rows[0]))
+        return torch.from_numpy(positions), values.view(-1, *self._layout.places[kind, layer].shape)
 
     def forget(self, shas: Sequence[str]) -> None:
         """Let go of vectors that no request uses."""
@@ -109,9 +148,10 @@ class Lab:
     def unembed(self, rows: bytes) -> bytes:
         """Return float32 logits `[n d_vocab]` for last-layer stream rows `[n d_model]` given in the model's dtype."""
         dtype = self._tables.arena.dtype
-        stream = torch.frombuffer(bytearray(rows), dtype=dtype).view(-1, self._sizes.width).to(self._tables.device)
+        stream = torch.frombuffer(bytearray(rows), dtype=dtype).view(-1, self._layout.width).to(self._tables.device)
         if self._layout.final_norm is not None:
-            stream = self._layout.final_norm(stream)
+            norm = self._layout.final_norm
+            stream = getattr(type(norm), "mia_inner", type(norm).forward)(norm, stream)
             stream = stream[0] if isinstance(stream, tuple) else stream
         return self._model.compute_logits(stream).float().cpu().numpy().tobytes()
 
@@ -126,10 +166,14 @@ class Lab:
         return digest.hexdigest()[:32]
 
 
-def _check_sites(sites: Sequence[tuple[str, int]], layout: Layout) -> None:
-    for kind, layer in sites:
+def _existing(options: EngineOptions, layout: Layout) -> tuple[Site, ...]:
+    """Return the declared sites that the model has; PointError where one is missing that must be there."""
+    found = tuple(site for site in options.sites if site in layout.places)
+    lacking = options.kinds - {kind for kind, _ in found}
+    for kind, layer in options.sites:
         if layer >= layout.n_layers:
             raise PointError(f"{kind}.{layer} was declared; the model has layers 0 to {layout.n_layers - 1}")
-        if (kind, layer) not in layout.places:
-            raise PointError(f"{kind}.{layer} does not exist in this model: {layout.absent.get(kind, 'unknown point')}. "
+        if (kind, layer) not in layout.places and ((kind, layer) in options.exact or kind in lacking):
+            raise PointError(f"{kind}.{layer} does not exist in this model: {layout.absent.get((kind, layer), 'unknown point')}. "
                              f"Declare points without {kind!r}")
+    return found

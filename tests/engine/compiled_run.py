@@ -1,9 +1,11 @@
-"""One engine in a process of its own, under the compile pipeline that GPUs use: `python compiled_run.py MODEL TOKENIZER tapped|bare`.
+"""One engine in a process of its own, under the compile pipeline that GPUs use:
+`python compiled_run.py MODEL TOKENIZER tapped|bare|kernels|bare-kernels`.
 
 The CPU platform swaps vLLM's backend for plain Inductor, where no artefact is ever reloaded; this puts it back.
 """
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,34 @@ def use_vllm_backend() -> None:
     FixFunctionalizationPass.__call__ = lambda self, graph: None  # it names operators that only CUDA builds have
 
 
+def collect_code() -> list[str]:
+    """Return a list to which all code that Inductor generates will be added."""
+    from torch._inductor.codecache import PyCodeCache
+
+    found: list[str] = []
+    write = PyCodeCache.write.__func__
+
+    def noting(cls: type, source_code: str, *args: Any, **kwargs: Any) -> Any:
+        found.append(source_code)
+        return write(cls, source_code, *args, **kwargs)
+
+    PyCodeCache.write = classmethod(noting)
+    return found
+
+
+def count(code: list[str]) -> str:
+    """Return how many kernels the generated code calls, how many taps, and how many clones and copies."""
+    calls = [line.strip() for text in set(code) for line in text.splitlines() if not line.lstrip().startswith(("#", "def ", "import"))]
+    kernels = sum(bool(re.match(r"(cpp|triton)_\w+(\.run)?\(", line)) or ".run(" in line for line in calls)
+    taps = sum(line.startswith("torch.ops.mia_lab.") for line in calls)
+    moved = sum(bool(re.search(r"aten\.(clone|copy_)|\w+_clone_\w*(\.run)?\(|\.copy_\(", line)) for line in calls)
+    return f"kernels {kernels} taps {taps} copies {moved}"
+
+
 def main(model: str, tokenizer: str, kind: str) -> None:
     """Run the parity scenario, or the model without taps, and print what is compared."""
     use_vllm_backend()
+    code = collect_code() if "kernels" in kind else []
     import tiny
     from parity import scenario
 
@@ -39,9 +66,13 @@ def main(model: str, tokenizer: str, kind: str) -> None:
     from mia_lab.launch import bare_engine
 
     options = dict(tokenizer=tokenizer, dtype="float32", **scenario.TIGHT)
-    if kind == "bare":
+    if kind.startswith("bare"):
         options.pop("max_captured_tokens")
-        print("bare", len(bare_engine(model, options).generate("hello", use_tqdm=False)))
+        print("bare", len(bare_engine(model, options).generate("hello", use_tqdm=False)), count(code))
+        return
+    if kind == "kernels":
+        with mia.Session(model, points=None, **options):
+            print(count(code))
         return
     with mia.Session(model, points=scenario.all_kinds(), **options) as session:
         outcomes = scenario.run(session, scenario.requests(session))

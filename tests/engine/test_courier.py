@@ -12,24 +12,24 @@ from mia_lab.engine.config import Sizes
 from mia_lab.engine.courier import Courier
 from mia_lab.engine.router import Router
 from mia_lab.engine.tables import Tables
-from mia_lab.engine.wire import KEY, Spec, Term, encode
-from mia_lab.kernels.tap import tap_reference
+from mia_lab.engine.wire import KEY, Spec, Take, Term, encode
+from mia_lab.kernels.tap import read_reference, tap_reference
 
-SITES = [("resid_post", 0), ("mlp_out", 0), ("resid_post", 1)]
-WIDTH, TOKENS = 5, 16
-VECTOR = torch.arange(WIDTH).float()
+SITES = [("resid_post", 0), ("mlp_out", 1), ("resid_post", 1), ("router", 1)]
+WIDTHS, TOKENS = (5, 3, 5, 4), 16
+VECTOR = torch.arange(3).float()[None]
 
 
 class Engine:
-    """Steps of three taps over random streams; remembers what each captured row should be."""
+    """Steps of four taps over random streams, the last a view that is kept as float32; remembers what each row should be."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        sizes = Sizes(TOKENS, programs=8, plans=8, bank_rows=4, captured_tokens=TOKENS, width=WIDTH)
-        self.tables = Tables(len(SITES), sizes, dtype, torch.device("cpu"))
+        sizes = Sizes(TOKENS, requests=8, programs=8, plans=24, terms=64, bank_bytes=4 * 4 * max(WIDTHS), captured_tokens=2 * TOKENS)
+        self.tables = Tables(WIDTHS, [kind == "router" for kind, _ in SITES], sizes, dtype, torch.device("cpu"))
         self.tables.register("v", VECTOR)
-        self.router, self.courier = Router(self.tables, SITES), Courier(self.tables)
+        self.router, self.courier = Router(self.tables, SITES), Courier(self.tables, SITES)
         self.specs: dict[str, Spec] = {}
-        self.expected: dict[tuple[str, int, int], torch.Tensor] = {}  # by request, site and position
+        self.expected: dict[tuple[str, int, bool, int], torch.Tensor] = {}  # by request, site, side and position
         self.draw = torch.Generator().manual_seed(0)
 
     def admit(self, req_id: str, spec: Spec, uid: str | None = None) -> None:
@@ -41,35 +41,45 @@ class Engine:
     def step(self, *batch: tuple[str, int, int]) -> None:
         """Run rows (request, count, start) through routing, taps and delivery."""
         ids, counts, starts = map(list, zip(*batch, strict=True))
-        step = self.router.route(ids, np.array(counts), np.array(starts))
+        step = self.router.route(ids, np.array(counts), np.array(starts), torch.zeros(TOKENS, dtype=torch.int64))
         self.courier.before_forward(step)
-        for site in range(len(SITES)):
-            x = torch.randn(TOKENS, WIDTH, generator=self.draw).to(self.tables.arena.dtype)  # the last rows are padding
-            tap_reference(x, None, *self.tables.of_site(site))
-            rows = iter(x.clone())
+        for site, wide in enumerate(self.tables.wide):
+            x = torch.randn(TOKENS, WIDTHS[site], generator=self.draw).to(torch.float32 if wide else self.tables.arena.dtype)
+            before = x.clone()  # the last rows are padding
+            if wide:
+                read_reference(x, None, *self.tables.of_site(site), wide=True)
+            else:
+                tap_reference(x, None, *self.tables.of_site(site))
+            row = 0
             for req_id, count, start in batch:
                 for position in range(start, start + count):
-                    row, spec = next(rows), self.specs.get(req_id, Spec())
-                    asked = any(a <= position and (b is None or position < b) for a, b in spec.rows)
-                    if asked and SITES[site] in spec.sites:
-                        self.expected[req_id, site, position] = row
+                    for take in self.specs.get(req_id, Spec()).takes:
+                        if take.site == SITES[site] and any(a <= position and (b is None or position < b) for a, b in take.spans):
+                            self.expected[req_id, site, take.before, position] = (before if take.before else x)[row].clone()
+                    row += 1
         if step is not None:
             self.courier.after_forward(step)
 
     def check(self) -> None:
         """Every request has exactly the rows that were computed for it, as they were last computed."""
         for req_id, spec in self.specs.items():
-            for site in (SITES.index(site) for site in spec.sites):
-                positions, values = self.courier.rows(req_id, site)
-                known = {p: row for (r, s, p), row in self.expected.items() if (r, s) == (req_id, site)}
+            for take in spec.takes:
+                site = SITES.index(take.site)
+                positions, values = self.courier.rows(req_id, site, take.before)
+                known = {p: row for (*key, p), row in self.expected.items() if key == [req_id, site, take.before]}
                 assert positions.tolist() == sorted(known)
+                assert values.dtype == (torch.float32 if self.tables.wide[site] else self.tables.arena.dtype)
                 assert torch.equal(values, torch.stack([known[p] for p in sorted(known)]) if known else values[:0])
+
+
+def take(site: int, *spans: tuple, before: bool = False) -> Take:
+    return Take(*SITES[site], spans or ((0, None),), before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_chunks_and_decode_steps_arrive_in_order(dtype: torch.dtype) -> None:
     engine = Engine(dtype)
-    engine.admit("r", Spec((Term("mlp_out", 0, "v", 2.0, ((1, None),)),), (SITES[2], SITES[1]), ((0, None),)))
+    engine.admit("r", Spec((Term("add", "mlp_out", 1, ((1, None),), write="v", coeff=2.0),), (take(2), take(1), take(3))))
     for batch in [[("r", 6, 0)], [("other", 3, 0), ("r", 5, 6)], [("r", 1, 11), ("other", 1, 3)], [("r", 1, 12)]]:
         engine.step(*batch)
     engine.check()
@@ -77,9 +87,28 @@ def test_rows_of_chunks_and_decode_steps_arrive_in_order(dtype: torch.dtype) -> 
     assert engine.courier.rows("r", 1)[1].dtype == dtype
 
 
+def test_a_point_is_delivered_from_before_its_edits_and_from_after_them() -> None:
+    engine = Engine()
+    engine.admit("r", Spec((Term("add", "mlp_out", 1, ((1, None),), write="v", coeff=2.0),), (take(1), take(1, before=True))))
+    engine.step(("r", 3, 0))
+    engine.check()
+    moved = engine.courier.rows("r", 1)[1] - engine.courier.rows("r", 1, before=True)[1]
+    torch.testing.assert_close(moved, torch.tensor([[0.0], [2.0], [2.0]]) * VECTOR)
+
+
+def test_each_point_has_rows_of_its_own() -> None:
+    engine = Engine()
+    engine.admit("r", Spec((), (take(0, (0, 2), (4, None)), take(1, (1, 5)), take(2, (7, 9), before=True))))
+    for batch in [("r", 3, 0), ("r", 3, 3), ("r", 1, 6), ("r", 1, 7)]:
+        engine.step(batch)
+    engine.check()
+    found = [engine.courier.rows("r", site, before)[0].tolist() for site, before in ((0, False), (1, False), (2, True), (2, False))]
+    assert found == [[0, 1, 4, 5, 6, 7], [1, 2, 3, 4], [7], []]
+
+
 def test_a_row_that_is_computed_again_replaces_itself() -> None:
     engine = Engine()
-    engine.admit("r", Spec((), (SITES[0],), ((0, None),)))
+    engine.admit("r", Spec((), (take(0),)))
     for batch in [("r", 6, 0), ("r", 1, 6), ("r", 4, 0), ("r", 4, 4)]:  # preempted after seven rows
         engine.step(batch)
     engine.check()
@@ -88,8 +117,8 @@ def test_a_row_that_is_computed_again_replaces_itself() -> None:
 
 def test_requests_do_not_see_each_other_s_rows() -> None:
     engine = Engine()
-    engine.admit("one", Spec((), (SITES[0], SITES[2]), ((1, 3),)))
-    engine.admit("two", Spec((), (SITES[1],), ((0, 1), (3, None))))
+    engine.admit("one", Spec((), (take(0, (1, 3)), take(2, (1, 3)))))
+    engine.admit("two", Spec((), (take(1, (0, 1), (3, None)),)))
     engine.step(("two", 5, 0), ("one", 5, 0))
     engine.step(("one", 1, 5), ("two", 2, 5))
     engine.check()
@@ -102,20 +131,24 @@ def test_requests_do_not_see_each_other_s_rows() -> None:
 def test_two_engine_requests_under_one_name_are_an_error() -> None:
     engine = Engine()
     for req_id in ("r.0", "r.1"):
-        engine.admit(req_id, Spec((), (SITES[0],), ((0, None),)), uid="r")
+        engine.admit(req_id, Spec((), (take(0),)), uid="r")
     engine.step(("r.0", 2, 0), ("r.1", 2, 0))
     with pytest.raises(RuntimeError, match="2 engine requests share the capture 'r'; capture with n=1"):
         engine.courier.rows("r", 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(5))
-def test_random_steps_deliver_each_row_once_under_its_own_name(seed: int) -> None:
-    rng, engine = random.Random(seed), Engine()
+def test_random_steps_deliver_each_row_once_under_its_own_name(seed: int, dtype: torch.dtype) -> None:
+    rng, engine = random.Random(seed), Engine(dtype)
     done = {f"r{i}": 0 for i in range(4)}
     for req_id in list(done)[:3]:
-        start = rng.randrange(6)
-        rows = ((start, start + rng.randint(1, 5)), (start + 6, rng.choice([None, start + 9])))
-        engine.admit(req_id, Spec((), tuple(rng.sample(SITES, rng.randint(1, 3))), rows))
+        takes = []
+        for site in rng.sample(range(4), rng.randint(1, 4)):
+            start = rng.randrange(6)
+            takes.append(take(site, (start, start + rng.randint(1, 5)), (start + 6, rng.choice([None, start + 9])),
+                              before=rng.random() < 0.5))
+        engine.admit(req_id, Spec((), tuple(takes)))
     for _ in range(20):
         batch = [(req_id, rng.randint(1, 4), done[req_id]) for req_id in rng.sample(list(done), rng.randint(1, 4))]
         engine.step(*batch)

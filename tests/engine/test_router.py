@@ -12,16 +12,19 @@ import pytest
 import torch
 
 from mia_lab.engine.config import Sizes
+from mia_lab.engine.gates import NEVER
 from mia_lab.engine.router import Router, Step
 from mia_lab.engine.tables import Tables
-from mia_lab.engine.wire import KEY, Spec, Term, encode
+from mia_lab.engine.wire import KEY, Gate, Spec, Take, Term, encode
+from mia_lab.kernels import program as P
 
-SITES = [("resid_post", 0), ("mlp_out", 0), ("resid_post", 1)]
-WIDTH, TOKENS = 2, 24
-VECTORS = {name: torch.tensor([float(i), -float(i)]) for i, name in enumerate("abcdef", 1)}
+SITES = [("resid_post", 0), ("mlp_out", 1), ("resid_post", 1)]
+WIDTH, TOKENS, ROOM = 2, 24, 8  # a captured row of 2 values takes the room of 8
+VECTORS = {name: torch.tensor([[float(i), -float(i)]]) for i, name in enumerate("abcdef", 1)}
 EVERY = ((0, None),)
 
 Batch = list[tuple[str, int, int]]  # request, rows, first position
+Entries = tuple[tuple[int, bool], ...]  # captured sites, each before or after its edits
 
 
 @dataclass
@@ -34,8 +37,8 @@ class Request:
 
 
 def lab(**sizes: int) -> tuple[Tables, Router]:
-    usual = Sizes(TOKENS, programs=24, plans=8, bank_rows=6, captured_tokens=TOKENS, width=WIDTH)
-    tables = Tables(len(SITES), replace(usual, **sizes), torch.float32, torch.device("cpu"))
+    usual = Sizes(TOKENS, requests=12, programs=24, plans=20, terms=256, bank_bytes=6 * 4 * WIDTH, captured_tokens=2 * TOKENS)
+    tables = Tables([WIDTH] * 3, [False] * 3, replace(usual, **sizes), torch.float32, torch.device("cpu"))
     for name, vector in VECTORS.items():
         tables.register(name, vector)
     return tables, Router(tables, SITES)
@@ -48,14 +51,18 @@ def admit(router: Router, new: dict[str, Spec | None] | None = None, finished: I
     router.admit(SimpleNamespace(finished_req_ids=list(finished), scheduled_new_reqs=asked))
 
 
-def route(router: Router, batch: Batch) -> Step | None:
+def route(router: Router, batch: Batch, ids: torch.Tensor | None = None) -> Step | None:
     """Route a batch; the arrays are longer than it, as a runner's are."""
     counts, starts = (np.array([*column, 7, 7], np.int32) for column in ([b[1] for b in batch], [b[2] for b in batch]))
-    return router.route([b[0] for b in batch], counts, starts)
+    return router.route([b[0] for b in batch], counts, starts, torch.zeros(TOKENS, dtype=torch.int64) if ids is None else ids)
 
 
 def steer(name: str = "a", site: int = 0, coeff: float = 1.0, spans: tuple = EVERY) -> Term:
-    return Term(*SITES[site], name, coeff, spans)
+    return Term("add", *SITES[site], spans, write=name, coeff=coeff)
+
+
+def take(site: int, spans: tuple = EVERY, before: bool = False) -> Take:
+    return Take(*SITES[site], spans, before)
 
 
 def inside(spans: tuple, position: int) -> bool:
@@ -67,18 +74,20 @@ def check(tables: Tables, step: Step | None, batch: Batch, live: dict[str, Reque
     row, taken = 0, []
     for req_id, count, start in batch:
         spec = live[req_id].spec or Spec()
-        captured = sorted(SITES.index(site) for site in spec.sites)
         for position in range(start, start + count):
-            program, plan, base, _ = tables.rows[row].tolist()
-            adds = torch.zeros(len(SITES), WIDTH)
+            program, plan, base, at, _ = tables.rows[row].tolist()
+            expected = [[] for _ in SITES]
             for term in spec.terms:
                 if inside(term.spans, position):
-                    adds[SITES.index((term.kind, term.layer))] += term.coeff * VECTORS[term.vector]
-            torch.testing.assert_close(added(tables, program), adds, msg=f"{req_id} at {position}")
-            if captured and inside(spec.rows, position):
-                offsets = [captured.index(site) * WIDTH if site in captured else -1 for site in range(len(SITES))]
-                assert tables.offsets[:, plan].tolist() == offsets, (req_id, position)
-                taken.append((req_id, position, base, tuple(captured)))
+                    expected[SITES.index(term.site)].append((VECTORS[term.write][0].tolist(), term.coeff))
+            assert listed(tables, program) == expected, (req_id, position)
+            assert at == (position if live[req_id].spec else -1)
+            entries = tuple(sorted((SITES.index(t.site), t.before) for t in spec.takes if inside(t.spans, position)))
+            if entries:
+                assert tables.offsets[:, plan].tolist() == [
+                    [entries.index((site, before)) * ROOM if (site, before) in entries else -1 for before in (True, False)]
+                    for site in range(len(SITES))], (req_id, position)
+                taken.append((req_id, position, base, entries))
             else:
                 assert plan == -1, (req_id, position)
             row += 1
@@ -86,31 +95,31 @@ def check(tables: Tables, step: Step | None, batch: Batch, live: dict[str, Reque
     check_step(tables, step, taken)
 
 
-def added(tables: Tables, program: int) -> torch.Tensor:
-    out = torch.zeros(len(SITES), WIDTH)
-    for site in range(len(SITES)):
-        _, vec, coef, bank, _, _ = tables.of_site(site)
-        for index, weight in zip(vec[program], coef[program], strict=True) if program >= 0 else ():
-            if index >= 0:
-                out[site] += weight * bank[index]
+def listed(tables: Tables, program: int) -> list[list[tuple]]:
+    """What a program adds at each site, in order: vectors and coefficients."""
+    out = [[] for _ in SITES]
+    for site in range(len(SITES)) if program >= 0 else ():
+        _, index, words, numbers, bank, *_ = tables.of_site(site)
+        first, count = index[program].tolist()
+        out[site] = [(bank[words[i, P.WRITE]].tolist(), numbers[i, P.COEFF].item()) for i in range(first, first + count)]
     return out
 
 
-def check_step(tables: Tables, step: Step | None, taken: list[tuple[str, int, int, tuple[int, ...]]]) -> None:
+def check_step(tables: Tables, step: Step | None, taken: list[tuple[str, int, int, Entries]]) -> None:
     """Each captured row has a piece of the step's half for itself, and the parts name them all."""
     if not taken:
         assert step is None
         return
     lo, hi = step.half * tables.half, (step.half + 1) * tables.half
-    pieces = sorted((base, base + len(plan) * WIDTH) for _, _, base, plan in taken)
+    pieces = sorted((base, base + len(entries) * ROOM) for _, _, base, entries in taken)
     assert lo <= step.lo == pieces[0][0]
     assert pieces[-1][1] == step.hi <= hi
     assert all(end == begin for (_, end), (begin, _) in pairwise(pieces))
-    listed = [(part.req_id, int(position), part.lo + i * len(part.plan) * WIDTH, part.plan)
-              for part in step.parts for i, position in enumerate(part.positions)]
-    assert listed == taken
+    named = [(part.req_id, int(position), part.lo + i * part.plan.stride, tuple(part.plan.cuts))
+             for part in step.parts for i, position in enumerate(part.positions)]
+    assert named == taken
+    assert all(part.plan.stride == len(part.plan.cuts) * ROOM for part in step.parts)
     assert all(part.uid == f"uid-{part.req_id}" for part in step.parts)
-    assert len({part.req_id for part in step.parts}) == len(step.parts)
 
 
 # -- one thing at a time ----------------------------------------------------------------------------------------------
@@ -145,7 +154,8 @@ def test_neutralise_clears_what_the_last_step_wrote() -> None:
 
 def test_captures_alternate_between_the_halves_and_other_steps_do_not_count() -> None:
     tables, router = lab()
-    live = {"r": Request(Spec((), (SITES[2], SITES[0]), ((2, 4), (6, None))), 99)}
+    spans = (2, 4), (6, None)
+    live = {"r": Request(Spec((), (take(2, spans), take(0, spans))), 99)}
     admit(router, {"r": live["r"].spec})
     halves = []
     for batch in [[("r", 3, 0)], [("r", 1, 3)], [("r", 2, 4)], [("r", 1, 6)], [("r", 1, 7)]]:
@@ -157,16 +167,16 @@ def test_captures_alternate_between_the_halves_and_other_steps_do_not_count() ->
 
 def test_a_step_that_the_arena_cannot_hold_is_an_error_and_one_that_just_fits_is_not() -> None:
     tables, router = lab(captured_tokens=4)
-    live = {"r": Request(Spec((), tuple(SITES), EVERY), 99)}
+    live = {"r": Request(Spec((), (take(0), take(1), take(2))), 99)}
     admit(router, {"r": live["r"].spec})
     check(tables, route(router, [("r", 4, 0)]), [("r", 4, 0)], live)
-    with pytest.raises(RuntimeError, match="a step captured 30 values; half the arena holds 24"):
+    with pytest.raises(RuntimeError, match="a step captured 120 values; half the arena holds 96"):
         route(router, [("r", 5, 4)])
 
 
 def test_requests_that_ask_the_same_share_places_until_the_last_has_finished() -> None:
     tables, router = lab(programs=1, plans=1)
-    spec, other = Spec((steer("a"),), (SITES[0],), EVERY), Spec((steer("b"),), (SITES[1],), EVERY)
+    spec, other = Spec((steer("a"),), (take(0),)), Spec((steer("b"),), (take(1, before=True),))
     live = {r: Request(spec, 99) for r in ("one", "two")} | {"three": Request(other, 99)}
     admit(router, {"one": spec, "two": spec})
     admit(router, {"two": spec})  # resumed after a preemption
@@ -179,7 +189,7 @@ def test_requests_that_ask_the_same_share_places_until_the_last_has_finished() -
 def test_edges_of_adjacent_spans_meet_without_gap_or_overlap() -> None:
     tables, router = lab()
     terms = (steer("a", spans=((0, 4),)), steer("b", spans=((4, 8),)), steer("c", spans=((3, 5), (7, None))))
-    live = {"r": Request(Spec(terms, (SITES[1],), ((4, 5), (5, 6), (9, 10))), 99)}
+    live = {"r": Request(Spec(terms, (take(1, ((4, 5), (5, 6), (9, 10))), take(1, ((5, 9),), before=True))), 99)}
     admit(router, {"r": live["r"].spec})
     for batch in [[("r", 12, 0)], [("r", 1, 3)], [("r", 1, 4)], [("r", 4, 6)], [("r", 1, 1_000_000)]]:
         check(tables, route(router, batch), batch, live)
@@ -191,6 +201,68 @@ def test_after_a_request_that_did_not_fit_another_is_served() -> None:
         admit(router, {"large": Spec(tuple(steer("a", 0, float(i), ((i, i + 1),)) for i in range(1, 9)))})
     admit(router, {"small": Spec((steer("b"),))}, finished=["large"])
     check(tables, route(router, [("small", 2, 0)]), [("small", 2, 0)], {"small": Request(Spec((steer("b"),)), 99)})
+
+
+def test_each_row_of_a_gated_request_names_its_slot_which_is_free_again_when_it_ends() -> None:
+    tables, router = lab(requests=2)
+    gate = Gate("token", start=1, tokens=(7,))
+    spec = Spec((Term("scale", *SITES[0], ((1, None),), gate=0),), (), (gate,))
+    admit(router, {"one": spec, "two": spec, "plain": Spec((steer(),))})
+    route(router, [("two", 2, 0), ("plain", 2, 0), ("one", 1, 0)])
+    one, plain, two = (set(tables.rows[a:b, P.SLOT].tolist()) for a, b in ((4, 5), (2, 4), (0, 2)))
+    assert one | two == {0, 1}
+    assert plain == {0}
+    with pytest.raises(RuntimeError, match="all 2 places for gated requests are in use"):
+        admit(router, {"three": spec})
+    admit(router, {"four": spec}, finished=["two"])
+    route(router, [("four", 1, 0)])
+    assert {tables.rows[0, P.SLOT].item()} == two
+    assert (tables.opens[tables.rows[0, P.SLOT], 0]).item() == NEVER
+
+
+def test_a_token_that_is_fed_back_opens_its_gate_in_the_step_that_computes_it() -> None:
+    tables, router = lab()
+    spec = Spec((Term("scale", *SITES[0], ((2, None),), gate=0),), (), (Gate("token", start=2, tokens=(7, 8)),))
+    admit(router, {"r": spec})
+    for batch, tokens, opens in [([("r", 2, 0)], [7, 7], NEVER), ([("x", 1, 5), ("r", 1, 2)], [7, 3], NEVER),
+                                 ([("x", 1, 6), ("r", 1, 3)], [3, 8], 3), ([("r", 1, 4)], [7], 3)]:
+        route(router, batch, torch.tensor(tokens + [7] * (TOKENS - len(tokens))))
+        assert tables.opens[tables.rows[len(tokens) - 1, P.SLOT], 0].item() == opens
+
+
+def test_a_gate_per_row_puts_its_level_on_the_edits_and_marks_its_first_reading() -> None:
+    tables, router = lab()
+    late, early = (Term("measure", *SITES[site], EVERY, name, gate=0) for site, name in ((1, "a"), (0, "b")))
+    again = replace(late, read="c")
+    edit = Term("add", *SITES[2], EVERY, write="d", gate=0)
+    admit(router, {"r": Spec((late, again, early, edit, steer("e", 2)), (), (Gate("row", 0.5),))})
+    route(router, [("r", 1, 0)])
+    program = tables.rows[0, P.PROGRAM]
+    flags, levels = [], []
+    for site in range(3):
+        first, count = tables.index[site, program].tolist()
+        flags.append(tables.words[first : first + count, P.FLAGS].tolist())
+        levels.append(tables.numbers[first : first + count, P.LEVEL].tolist())
+    assert flags == [[P.FRESH | P.BEGINS], [P.FRESH, P.FRESH], [P.FRESH | P.PER_ROW, P.FRESH]]
+    assert levels == [[0.0], [0.0, 0.0], [0.5, 0.0]]
+
+
+def test_of_two_equal_readings_only_the_first_begins() -> None:
+    tables, router = lab()
+    reading = Term("measure", *SITES[0], EVERY, "a", gate=0)
+    admit(router, {"r": Spec((reading, reading, Term("add", *SITES[2], EVERY, write="d", gate=0)), (), (Gate("row", 0.5),))})
+    route(router, [("r", 1, 0)])
+    first, _ = tables.index[0, tables.rows[0, P.PROGRAM]].tolist()
+    assert tables.words[first : first + 2, P.FLAGS].tolist() == [P.FRESH | P.BEGINS, P.FRESH]
+
+
+def test_after_a_step_that_was_broken_off_every_row_is_written_again() -> None:
+    tables, router = lab()
+    admit(router, {"r": Spec((steer(),))})
+    tables.rows.fill_(3)
+    router.recover()
+    route(router, [("r", 2, 0)])
+    assert (tables.rows[2:] == -1).all()
 
 
 # -- random steps -----------------------------------------------------------------------------------------------------
@@ -210,8 +282,10 @@ def random_request(rng: random.Random) -> Request:
         return Request(None, length)
     terms = tuple(steer(rng.choice("abcdef"), rng.randrange(3), rng.choice([0.5, -1.0, 2.0]), random_spans(rng, length))
                   for _ in range(rng.randint(0, 3)))
-    sites = tuple(rng.sample(SITES, rng.randint(0, 3)))
-    return Request(Spec(terms, sites, random_spans(rng, length) if rng.random() < 0.8 else ()), length)
+    entries = rng.sample([(site, before) for site in range(3) for before in (False, True)], rng.randint(0, 3))
+    one = random_spans(rng, length)
+    takes = tuple(take(site, rng.choice([one, one, random_spans(rng, length), ()]), before) for site, before in entries)
+    return Request(Spec(terms, takes), length)
 
 
 def random_batch(rng: random.Random, live: dict[str, Request]) -> Batch:

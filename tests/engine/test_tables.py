@@ -11,39 +11,59 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mia_lab.engine.config import Sizes
-from mia_lab.engine.tables import Plan, Program, Shelf, Tables
-from mia_lab.engine.wire import MAX_TERMS
+from mia_lab.engine.tables import Line, Plan, Program, Shelf, Tables
+from mia_lab.engine.wire import MAX_GATES, Term
+from mia_lab.errors import UnsupportedError
+from mia_lab.kernels import program as P
 
-SITES, WIDTH = 3, 2
-VECTORS = {name: torch.tensor([float(i), -float(i)]) for i, name in enumerate("abcdefg", 1)}
+WIDTHS, WIDE = (2, 2, 2, 9), (False, False, False, True)
+SITES, ROW = len(WIDTHS), 4 * max(WIDTHS)
+VECTORS = {name: torch.tensor([[float(i), -float(i)]]) for i, name in enumerate("abcdefg", 1)}
+BLOCK = torch.arange(6.0).view(3, 2)  # three vectors, one a position
 
 
-def tables(**sizes: int) -> Tables:
-    usual = Sizes(tokens=8, programs=4, plans=3, bank_rows=5, captured_tokens=4, width=WIDTH)
-    made = Tables(SITES, replace(usual, **sizes), torch.float32, torch.device("cpu"))
+def tables(bank_rows: int = 5, dtype: torch.dtype = torch.float32, **sizes: int) -> Tables:
+    usual = Sizes(tokens=8, requests=3, programs=4, plans=3, terms=32, bank_bytes=bank_rows * ROW + ROW - 1, captured_tokens=4)
+    made = Tables(WIDTHS, WIDE, replace(usual, **sizes), dtype, torch.device("cpu"))
     for name, vector in VECTORS.items():
         made.register(name, vector)
+    made.register("block", BLOCK)
     return made
 
 
-def contents(t: Tables, place: int) -> list[list[tuple[list[float], float]]]:
-    """What a program's place says at each site: the bank rows it names, with their coefficients."""
+def add(site: int, name: str, coeff: float = 1.0) -> Line:
+    return Line(site, Term("add", "any", 0, (), write=name, coeff=coeff))
+
+
+def adds(*parts: tuple[int, str, float]) -> Program:
+    return tuple(add(*part) for part in parts)
+
+
+def contents(t: Tables, place: int) -> list[list[tuple]]:
+    """What a program's place says at each site: its terms with the vectors that they name."""
     found = []
-    for site in range(SITES):
-        _, vec, coef, bank, _, _ = t.of_site(site)
-        used = [k for k in range(MAX_TERMS) if vec[place, k] >= 0]
-        assert used == list(range(len(used)))  # filled from the front: the kernel stops at an empty first entry
-        found.append(sorted((bank[vec[place, k]].tolist(), coef[place, k].item()) for k in used))
+    for site, width in enumerate(WIDTHS):
+        _, index, words, numbers, bank, *_ = t.of_site(site)
+        first, count = index[place].tolist()
+        lines = [(words[i].tolist(), numbers[i].tolist()) for i in range(first, first + count)]
+        vector = lambda at, width=width, bank=bank: None if at < 0 else bank[at, :width].tolist()  # noqa: E731
+        found.append([(P.OPS[w[P.OP]], vector(w[P.READ]), vector(w[P.WRITE]), n[P.COEFF]) for w, n in lines])
     return found
 
 
-def meant(program: Program) -> list[list[tuple[list[float], float]]]:
-    return [sorted((VECTORS[name].tolist(), coeff) for at, name, coeff in program if at == site)
+def meant(program: Program) -> list[list[tuple]]:
+    vector = lambda name: VECTORS[name][0].tolist() if name else None  # noqa: E731
+    return [[(line.term.op, vector(line.term.read), vector(line.term.write), line.term.coeff) for line in program if line.site == site]
             for site in range(SITES)]
 
 
-def offsets(plan: Plan) -> list[int]:
-    return [plan.index(site) * WIDTH if site in plan else -1 for site in range(SITES)]
+def offsets(plan: Plan) -> list[list[int]]:
+    """Where each entry lies in a row of float32 values: entries start on whole 8 values."""
+    starts, at = {}, 0
+    for entry in plan:
+        starts[entry] = at
+        at += -(-WIDTHS[entry[0]] // 8) * 8
+    return [[starts.get((site, before), -1) for before in (True, False)] for site in range(SITES)]
 
 
 # -- Shelf ------------------------------------------------------------------------------------------------------------
@@ -95,6 +115,27 @@ def test_an_evicted_entry_frees_its_place() -> None:
     assert shelf.take("a") == (0, True)
 
 
+def test_a_run_takes_places_in_a_row_and_room_is_made_until_it_fits() -> None:
+    shelf: Shelf[str] = Shelf(6, "places")
+    assert [shelf.take(key, length)[0] for key, length in (("a", 2), ("b", 1), ("c", 2))] == [0, 2, 3]
+    with pytest.raises(RuntimeError, match="all 6 places are in use"):
+        shelf.take("d", 2)  # one is free
+    shelf.give("a"), shelf.give("c")
+    assert shelf.take("d", 2) == (0, True)
+    assert shelf.take("c", 2) == (3, False)  # a made room enough
+    shelf.give("c")
+    assert shelf.take("e", 3) == (3, True)  # c and the place after it, which touch
+
+
+def test_evicted_runs_that_touch_become_one() -> None:
+    shelf: Shelf[str] = Shelf(6, "places")
+    for key in "abc":
+        shelf.take(key, 2), shelf.give(key)
+    for key in "acb":
+        shelf.evict(key)
+    assert shelf.take("whole", 6) == (0, True)
+
+
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from("abcdef")), max_size=60), st.integers(1, 4))
 @settings(deadline=None)
 def test_used_entries_keep_their_places_apart_whatever_happens(steps: list[tuple[bool, str]], size: int) -> None:
@@ -125,77 +166,144 @@ def test_used_entries_keep_their_places_apart_whatever_happens(steps: list[tuple
 def test_fresh_tables_are_neutral() -> None:
     t = tables()
     assert (t.rows == -1).all()
-    assert (t.vec == -1).all()
+    assert t.rows.shape == (8, P.ROW_COLUMNS)
+    assert not t.index[..., 1].any()
     assert (t.offsets == -1).all()
     assert not t.arena.any()
     assert t.arena.shape == (2 * t.half,)
-    assert t.half == 4 * SITES * WIDTH
-    assert t.nbytes == sum(x.nbytes for x in (t.rows, t.vec, t.coef, t.bank, t.offsets, t.arena))
+    assert t.half == 4 * (8 + 8 + 8 + 16)
+    assert (t.bank_rows, t.bank.shape) == (5, (5, 9))
+    assert (t.measures.shape, t.opens.shape) == ((8, MAX_GATES), (3, MAX_GATES))
+    held = (t.rows, t.index, t.words, t.numbers, t.bank, t.offsets, t.arena, t.measures, t.opens)
+    assert t.nbytes == sum(x.nbytes for x in held)
+
+
+def test_a_wide_site_takes_the_room_of_float32_beside_16_bits() -> None:
+    t = tables(dtype=torch.bfloat16)
+    assert t.room == [2, 2, 2, 18]
+    assert t.half == 4 * (8 + 8 + 8 + 24)
+    layout = t.plans[t.take_plan(((0, False), (3, False)))]
+    assert (layout.stride, layout.cuts) == (32, {(0, False): (0, 2), (3, False): (8, 18)})
+
+
+def test_an_arena_that_cannot_be_addressed_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"more than 2\^31; declare fewer points or a smaller max_captured_tokens"):
+        tables(captured_tokens=(1 << 30) // 40 + 1)
 
 
 def test_a_program_is_written_site_by_site_with_its_vectors() -> None:
     t = tables()
-    program: Program = ((0, "a", 2.0), (0, "b", -1.0), (2, "a", 0.5))
+    program = adds((2, "a", 0.5), (0, "a", 2.0), (0, "b", -1.0))
     place = t.take_program(program)
     assert contents(t, place) == meant(program)
     assert contents(t, place)[1] == []
 
 
-def test_a_site_holds_as_many_vectors_as_may_meet() -> None:
+def test_the_terms_of_a_site_keep_their_order() -> None:
     t = tables()
-    program = tuple((1, name, 1.0) for name in "abcd")
-    assert len(program) == MAX_TERMS
-    assert contents(t, t.take_program(program)) == meant(program)
+    one, other = (t.take_program(adds(*order)) for order in ([(1, "b", 1.0), (0, "c", 1.0), (1, "a", 2.0)], [(1, "a", 2.0), (1, "b", 1.0)]))
+    assert [line[2] for line in contents(t, one)[1]] == [[2.0, -2.0], [1.0, -1.0]]
+    assert [line[2] for line in contents(t, other)[1]] == [[1.0, -1.0], [2.0, -2.0]]
+
+
+def test_every_part_of_a_term_has_its_column() -> None:
+    t = tables()
+    t.take_program(adds((0, "a", 1.0)))
+    term = Term("clip", "any", 0, (), "b", "block", 2.0, 3.0, 4.0, 5.0, 6.0, -7.0, 8.0, 2, (1, 2), 9, 3, fresh=False)
+    place = t.take_program((Line(1, term, level=10.0), Line(1, replace(term, op="measure", aligned=0, write="", cosine=True, vote=True,
+                                                                        fresh=True), begins=True)))
+    first, count = t.index[1, place].tolist()
+    assert count == 2
+    clip, measure = t.words[first].tolist(), t.words[first + 1].tolist()
+    assert t.numbers[first].tolist() == [2.0, 3.0, 4.0, 5.0, 6.0, -7.0, 8.0, 10.0]
+    assert t.numbers[first + 1].tolist()[P.LEVEL] == 0.0
+    assert clip[:1] + clip[3:] == [P.CLIP, 2, 1, 2, 9, P.PER_ROW | P.ALIGNED]
+    assert measure[:1] + measure[2:] == [P.MEASURE, -1, 2, 1, 2, 9, P.FRESH | P.COSINE | P.VOTE | P.BEGINS]
+    assert torch.equal(t.bank[clip[P.WRITE] : clip[P.WRITE] + 3, :2], BLOCK)
+    assert torch.equal(t.bank[clip[P.READ], :2], VECTORS["b"][0])
+    assert measure[P.READ] == clip[P.READ]
+
+
+@pytest.mark.parametrize("line", [
+    add(3, "a"), Line(0, Term("add", "any", 0, (), write="block")), Line(0, Term("add", "any", 0, (), write="block", aligned=2)),
+    Line(0, Term("add", "any", 0, (), write="a", aligned=2))])
+def test_a_vector_that_does_not_fit_its_term_is_refused_and_leaves_nothing(line: Line) -> None:
+    t = tables(bank_rows=3, terms=2)
+    with pytest.raises(ValueError, match="its term needs"):
+        t.take_program((add(0, "b"), line))
+    program = (Line(0, Term("add", "any", 0, (), write="block", aligned=3)), Line(1, Term("renorm", "any", 0, ())))
+    first, count = t.index[0, t.take_program(program)].tolist()
+    assert (first, count) == (0, 1)
 
 
 def test_equal_programs_share_a_place_and_equal_vectors_a_bank_row() -> None:
     t = tables(bank_rows=1, programs=3)
-    one, again = t.take_program(((0, "a", 1.0),)), t.take_program(((0, "a", 1.0),))
-    other = t.take_program(((0, "a", 2.0), (1, "a", 1.0)))
+    one, again = t.take_program(adds((0, "a", 1.0))), t.take_program(adds((0, "a", 1.0)))
+    other = t.take_program(adds((0, "a", 2.0), (1, "a", 1.0)))
     assert one == again != other
     with pytest.raises(RuntimeError, match="all 1 vector places are in use"):
-        t.take_program(((0, "b", 1.0),))
+        t.take_program(adds((0, "b", 1.0)))
+
+
+def test_programs_that_differ_in_a_level_do_not_share() -> None:
+    t = tables()
+    gated = Term("scale", "any", 0, (), gate=0)
+    assert len({t.take_program((Line(0, gated, level),)) for level in (None, 0.0, 1.0)}) == 3
 
 
 def test_a_place_is_used_again_by_another_program_without_remains() -> None:
-    t = tables(programs=1, bank_rows=3)
-    for program in [((0, "a", 2.0), (0, "b", 3.0), (2, "c", 1.0)), ((1, "c", 1.0),), ((0, "d", 1.0), (1, "a", 1.0))]:
+    t = tables(programs=1, bank_rows=3, terms=3)
+    for program in [adds((0, "a", 2.0), (0, "b", 3.0), (2, "c", 1.0)), adds((1, "c", 1.0)), adds((0, "d", 1.0), (1, "a", 1.0))]:
         place = t.take_program(program)
         assert contents(t, place) == meant(program)
         t.give_program(program)
 
 
-@pytest.mark.parametrize("plan", [(0,), (2,), (0, 2), (0, 1, 2)])
-def test_a_plan_gives_each_of_its_sites_the_next_row(plan: Plan) -> None:
+def test_terms_in_use_are_not_dropped_for_others() -> None:
+    t = tables(terms=3)
+    t.take_program(adds((0, "a", 1.0), (1, "a", 1.0)))
+    with pytest.raises(RuntimeError, match="all 3 edit terms are in use"):
+        t.take_program(adds((0, "b", 1.0), (1, "b", 1.0)))
+    t.give_program(adds((0, "a", 1.0), (1, "a", 1.0)))
+    program = adds((0, "b", 1.0), (1, "b", 1.0), (2, "b", 1.0))
+    assert contents(t, t.take_program(program)) == meant(program)
+
+
+@pytest.mark.parametrize("plan", [((0, False),), ((3, True),), ((0, False), (2, True)), ((0, False), (0, True), (1, True), (3, False))])
+def test_a_plan_gives_each_of_its_entries_the_next_place(plan: Plan) -> None:
     t = tables()
     place = t.take_plan(plan)
     assert t.offsets[:, place].tolist() == offsets(plan)
-    assert t.plans[place] == plan
+    layout = t.plans[place]
+    assert list(layout.cuts) == list(plan)
+    assert all(start == offsets(plan)[site][1 - before] and width == WIDTHS[site] for (site, before), (start, width) in layout.cuts.items())
+    assert layout.stride == sum(-(-WIDTHS[site] // 8) * 8 for site, _ in plan)
     assert t.take_plan(plan) == place
 
 
 def test_plans_in_use_are_not_dropped_for_another() -> None:
     t = tables(plans=1)
-    t.take_plan((0, 1))
+    one, other = ((0, False), (1, False)), ((0, True),)
+    t.take_plan(one)
     with pytest.raises(RuntimeError, match="all 1 capture plans are in use"):
-        t.take_plan((0,))
-    t.give_plan((0, 1))
-    assert t.offsets[:, t.take_plan((0,))].tolist() == offsets((0,))
+        t.take_plan(other)
+    t.give_plan(one)
+    assert t.offsets[:, t.take_plan(other)].tolist() == offsets(other)
 
 
 PROGRAMS: list[Program] = [
-    ((0, "a", 1.0),), ((0, "a", 2.0),), ((0, "b", 1.0), (1, "c", 1.0)), ((1, "c", -1.0), (2, "c", 1.0)),
-    ((2, "d", 1.0),), ((0, "e", 1.0), (0, "f", 1.0), (0, "g", 1.0)),
-    ((0, "a", 1.0), (1, "b", 1.0), (2, "c", 1.0)), ((2, "g", 1.0),)]
-PLANS: list[Plan] = [(0,), (1,), (0, 1), (0, 2), (0, 1, 2)]
+    adds((0, "a", 1.0)), adds((0, "a", 2.0)), adds((0, "b", 1.0), (1, "c", 1.0)), adds((1, "c", -1.0), (2, "c", 1.0)),
+    adds((2, "d", 1.0)), adds((0, "e", 1.0), (0, "f", 1.0), (0, "g", 1.0)), (Line(3, Term("renorm", "any", 0, ())),),
+    (Line(0, Term("clip", "any", 0, (), "a", "b")), *adds((1, "b", 1.0), (2, "c", 1.0))), adds((2, "g", 1.0))]
+PLANS: list[Plan] = [((0, False),), ((1, False),), ((0, False), (1, False)), ((0, True),), ((0, False), (0, True), (3, False))]
 
 
 def fits(t: Tables, used: Counter[Any], item: Any) -> bool:
     """Whether one more entry has room beside those in use, by plain counting."""
     programs = {p for p in {*(+used), item} if p in PROGRAMS}
-    vectors = {name for program in programs for _, name, _ in program}
+    vectors = {name for program in programs for line in program for name in (line.term.read, line.term.write) if name}
     plans = {*(+used), item} - programs
-    return len(programs) <= t.sizes.programs and len(vectors) <= t.sizes.bank_rows and len(plans) <= t.sizes.plans
+    return len(programs) <= t.sizes.programs and len(vectors) <= t.bank_rows and len(plans) <= t.sizes.plans
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from(PROGRAMS + PLANS)), max_size=50))
@@ -220,34 +328,35 @@ def test_what_is_in_use_is_never_overwritten_and_what_fits_is_never_refused(step
                 assert contents(t, places[held]) == meant(held)
             else:
                 assert t.offsets[:, places[held]].tolist() == offsets(held)
-                assert t.plans[places[held]] == held
+                assert tuple(t.plans[places[held]].cuts) == held
     assert [x.data_ptr() for site in range(SITES) for x in t.of_site(site)] == addresses
 
 
 def test_a_program_that_did_not_fit_is_written_when_it_does() -> None:
     t = tables(bank_rows=3)
-    first, large = ((0, "a", 1.0),), ((0, "b", 1.0), (1, "c", 1.0), (2, "d", 1.0))
+    first, large = adds((0, "a", 1.0)), adds((0, "b", 1.0), (1, "c", 1.0), (2, "d", 1.0))
     t.take_program(first)
     with pytest.raises(RuntimeError, match="all 3 vector places are in use"):
         t.take_program(large)
     t.give_program(first)
     assert contents(t, t.take_program(large)) == meant(large)
     t.give_program(large)
-    assert contents(t, t.take_program(((0, "e", 1.0), (1, "f", 1.0), (2, "g", 1.0)))) != []
+    last = adds((0, "e", 1.0), (1, "f", 1.0), (2, "g", 1.0))
+    assert contents(t, t.take_program(last)) == meant(last)
 
 
 def test_a_program_whose_vector_was_unknown_is_written_once_it_is_registered() -> None:
     t = tables()
-    program: Program = ((0, "a", 1.0), (1, "late", 1.0))
+    program = adds((0, "a", 1.0), (1, "late", 1.0))
     with pytest.raises(KeyError):
         t.take_program(program)
-    t.register("late", torch.tensor([8.0, 9.0]))
-    assert contents(t, t.take_program(program))[1] == [([8.0, 9.0], 1.0)]
+    t.register("late", torch.tensor([[8.0, 9.0]]))
+    assert contents(t, t.take_program(program))[1] == [("add", None, [8.0, 9.0], 1.0)]
 
 
 def test_a_forgotten_vector_stays_in_the_bank_while_a_program_uses_it() -> None:
     t = tables()
-    program: Program = ((0, "a", 1.0),)
+    program = adds((0, "a", 1.0))
     place = t.take_program(program)
     t.forget("a")
     t.forget("never known")

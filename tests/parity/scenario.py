@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 import mia_lab as mia
-from mia_lab.points import KINDS, Point
+from mia_lab.engine.wire import Take
+from mia_lab.points import STREAM, Point
+from mia_lab.prompts import Prompts
 from mia_lab.selectors import CONTENT
 from parity import reference
 
@@ -21,7 +23,7 @@ class Request:
     """Token ids and the edits that act on them."""
 
     ids: list[int]
-    edits: list[mia.Add]
+    edits: list[mia.Edit]
 
 
 def requests(session: mia.Session, dose: float = 0.7, seed: int = 0) -> list[Request]:
@@ -57,8 +59,8 @@ def requests(session: mia.Session, dose: float = 0.7, seed: int = 0) -> list[Req
 
 
 def all_kinds(absent: tuple[str, ...] = ()) -> list[str]:
-    """Every kind of point but those a family lacks."""
-    return [kind for kind in KINDS if kind not in absent]
+    """Every kind of point of the stream but those a family lacks."""
+    return [kind for kind in STREAM if kind not in absent]
 
 
 @dataclass
@@ -71,11 +73,17 @@ class Outcome:
     rows: dict[Point, torch.Tensor]
 
 
+def submit(session: mia.Session, batch: list[Request], params: dict[str, Any], rows: Any = ((0, None),),
+           before: bool = False) -> tuple[list, Any]:
+    """Run requests that each capture every tapped point on the rows given; return outputs and the source of rows."""
+    takes = [Take(p.kind, p.layer, rows, before) for p in session.tapped]
+    return session._run(Prompts.of([r.ids for r in batch]), [r.edits for r in batch], params, [takes] * len(batch))
+
+
 def run(session: mia.Session, batch: list[Request], max_tokens: int = NEW_TOKENS) -> list[Outcome]:
     """Generate and capture every point of every request in one batch, log-probabilities of the chosen tokens included."""
     params = dict(max_tokens=max_tokens, temperature=0.0, logprobs=1, ignore_eos=True)
-    outputs, source = session._run([r.ids for r in batch], [r.edits for r in batch], params, session.tapped,
-                                   [[(0, None)]] * len(batch))
+    outputs, source = submit(session, batch, params)
     outcomes = []
     for i, (request, output) in enumerate(zip(batch, outputs)):
         tokens = list(output.outputs[0].token_ids)
@@ -86,19 +94,22 @@ def run(session: mia.Session, batch: list[Request], max_tokens: int = NEW_TOKENS
             positions, values = source.rows(point, [i])[0]
             kept = positions < n
             assert positions[kept].tolist() == list(range(n)), f"{point} of request {i} has rows {positions.tolist()}"
-            rows[point] = values[kept]
+            rows[point] = values[kept].flatten(1)
         outcomes.append(Outcome(request, request.ids + tokens, logprobs, rows))
     return outcomes
 
 
-def compare(outcomes: list[Outcome], model: Any, points: tuple[Point, ...]) -> tuple[float, float]:
+def compare(outcomes: list[Outcome], model: Any, points: tuple[Point, ...], shapes: Any = None) -> tuple[float, float]:
     """Return the worst row error and the worst log-probability difference against Hugging Face."""
     worst_row = worst_logprob = 0.0
     for outcome in outcomes:
         n_prompt = len(outcome.request.ids)
-        logits, values = reference.run(model, outcome.ids[:-1], points, outcome.request.edits, n_prompt)
+        logits, values = reference.run(model, outcome.ids[:-1], points, outcome.request.edits, n_prompt, shapes)
+        alike = any(isinstance(edit, (mia.Replace, mia.Clamp, mia.Ablate, mia.Scale)) for edit in outcome.request.edits)
+        clean = reference.run(model, outcome.ids[:-1], points)[1] if alike else {}
         for point in points:
-            worst_row = max(worst_row, float(reference.row_errors(outcome.rows[point].float(), values[point]).max()))
+            floor = float(reference.centred(clean[point].double())[1:].mean()) if alike else 0.0
+            worst_row = max(worst_row, float(reference.row_errors(outcome.rows[point].float(), values[point], floor).max()))
         theirs = logits.log_softmax(-1)[n_prompt - 1:]
         chosen = theirs[torch.arange(len(theirs)), torch.tensor(outcome.ids[n_prompt:])]
         worst_logprob = max(worst_logprob, float((chosen.cpu() - torch.tensor(outcome.logprobs)).abs().max()))

@@ -45,7 +45,7 @@ def test_a_row_shifted_by_one_is_seen(open_tiny: Callable[..., Any], model: Any,
     session = open_tiny("llama", points=scenario.all_kinds(), **EAGER)
     assert errors(session, model)[0] <= 1e-5
     route = router.Router.route
-    monkeypatch.setattr(router.Router, "route", lambda self, ids, counts, starts: route(self, ids, counts, starts + 1))
+    monkeypatch.setattr(router.Router, "route", lambda self, ids, counts, starts, tokens: route(self, ids, counts, starts + 1, tokens))
     with pytest.raises(AssertionError, match="has rows"):
         errors(session, model)
 

@@ -44,7 +44,7 @@ def cached_and_checked(session: mia.Session, model: Any, ids: list[int], edits: 
     """Run one request, check its last prompt row and its generated rows against Hugging Face; return the tokens it read
     from the cache."""
     params = dict(max_tokens=6, temperature=0.0, logprobs=1, ignore_eos=True)
-    outputs, source = session._run([ids], [edits], params, session.tapped, [[(len(ids) - 1, None)]])
+    outputs, source = scenario.submit(session, [scenario.Request(ids, edits)], params, ((len(ids) - 1, None),))
     tokens = ids + list(outputs[0].outputs[0].token_ids)
     _, values = reference.run(model, tokens[:-1], session.tapped, edits, len(ids))
     for point in session.tapped:

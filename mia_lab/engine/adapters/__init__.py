@@ -1,8 +1,9 @@
 """The only code that knows which model runner it is. A runner is adapted by these calls and no others:
 
-- `router.admit(scheduler_output)` before a step, then `router.route(req_ids, counts, starts)` once the batch's order
-  is final and before the forward is launched;
-- `courier.before_forward(step)` right after routing, `courier.after_forward(step)` once the forward is enqueued;
+- `router.admit(scheduler_output)` before a step, then `router.route(req_ids, counts, starts, input_ids)` once the batch's
+  order is final and before the forward is launched;
+- `courier.before_forward(step)` right after routing; `router.gates.after_forward()` and `courier.after_forward(step)`
+  once the forward is enqueued;
 - `router.neutralise()` before any dummy forward (warm-up, graph capture, idle data-parallel ranks).
 """
 from __future__ import annotations

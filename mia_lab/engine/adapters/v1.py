@@ -43,12 +43,14 @@ class V1Adapter:
             prepared = prepare_inputs(scheduler_output, num_scheduled_tokens, *args, **kwargs)
             batch = runner.input_batch
             n = batch.num_reqs
-            self._step = router.route(batch.req_ids[:n], num_scheduled_tokens[:n], batch.num_computed_tokens_cpu[:n])
+            self._step = router.route(batch.req_ids[:n], num_scheduled_tokens[:n], batch.num_computed_tokens_cpu[:n],
+                                      runner.input_ids.gpu)
             courier.before_forward(self._step)
             return prepared
 
         def sample(*args: Any, **kwargs: Any) -> Any:
             step, self._step = self._step, None
+            router.gates.after_forward()
             if step is not None:
                 courier.after_forward(step)
             return sample_tokens(*args, **kwargs)

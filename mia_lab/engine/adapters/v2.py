@@ -41,12 +41,13 @@ class V2Adapter:
 
         def prepare(input_batch: Any, req_states: Any) -> Any:
             self._step = router.route(input_batch.req_ids, input_batch.num_scheduled_tokens,
-                                      input_batch.num_computed_tokens_np)
+                                      input_batch.num_computed_tokens_np, input_batch.input_ids)
             courier.before_forward(self._step)
             return prepare_inputs(input_batch, req_states)
 
         def sample(*args: Any, **kwargs: Any) -> Any:
             step, self._step = self._step, None
+            router.gates.after_forward()
             if step is not None:
                 courier.after_forward(step)
             return sample_tokens(*args, **kwargs)

@@ -1,0 +1,183 @@
+"""From edits and captures to the wire: one request's terms, gates and vectors."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+
+from .edits import Edit, Step, digest
+from .engine.wire import MAX_GATES, MAX_TERMS, Span, Spec, Term, busiest, depth, segments
+from .engine.wire import Gate as WireGate
+from .errors import EditError
+from .gates import After, Gate
+from .points import Point
+from .selectors import CONTENT, ENDLESS, Context, Selector, intersect, merge
+
+_OPEN = (CONTENT, Selector("everywhere"))
+
+
+@dataclass(frozen=True)
+class Model:
+    """What edits are checked against: the shape of a row at each editable point, and the number of layers."""
+
+    n_layers: int
+    shapes: Mapping[Point, tuple[int, ...]]
+    editable: frozenset[Point]
+    read_only: frozenset[str] = frozenset()
+    edit_kinds: tuple[str, ...] = ()
+
+
+@dataclass
+class Compiled:
+    """The terms and gates of one request, and the vectors they name, `[n d]` by content address."""
+
+    terms: list[Term] = field(default_factory=list)
+    gates: list[WireGate] = field(default_factory=list)
+    vectors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def vector(self, rows: torch.Tensor | None) -> str:
+        """Note vectors and return their address, "" for none."""
+        if rows is None:
+            return ""
+        rows = rows.reshape(-1, rows.shape[-1])
+        sha = digest(rows)
+        self.vectors[sha] = rows
+        return sha
+
+
+def compile_edits(edits: Iterable[Edit], prompt: Context, model: Model) -> Compiled:
+    """Return what `edits` mean for one prompt; EditError for a width, point, position or gate that does not fit."""
+    out = Compiled()
+    gated: dict[object, tuple[int, list[Span]]] = {}  # gate -> its index and the rows it governs
+    measures: list[Term] = []
+    for edit in edits:
+        if not isinstance(edit, Edit):
+            raise EditError(f"{type(edit).__name__} is not an edit; type for example mia.Add(vector, 0.2)")
+        check(edit, model)
+        spans = _spans(edit, prompt)
+        steps = {p: s for p, s in edit.steps.items() if any(step.coeff for step in s if step.op != "renorm")}
+        if not spans or not steps:
+            continue
+        gate = -1
+        if edit.when is not None:
+            if edit.when not in gated:
+                gated[edit.when] = len(gated), []
+            gate = gated[edit.when][0]
+            gated[edit.when] = gate, merge(sorted([*gated[edit.when][1], *spans], key=lambda s: s[0]))
+        for point, listed in sorted(steps.items()):
+            out.terms += [term for step in listed for term in _terms(step, point, edit, spans, gate, model, out)]
+    for when, (index, rows) in gated.items():
+        wire, read = _gate(when, index, rows, prompt, model, out)
+        out.gates.append(wire)
+        measures += read
+    _check_order(measures, out)
+    out.terms = measures + out.terms
+    if len(out.gates) > MAX_GATES:
+        raise EditError(f"these edits have {len(out.gates)} different gates; one request has {MAX_GATES} at most")
+    for segment in segments(Spec(tuple(out.terms))):
+        point, meeting = busiest(segment)
+        if meeting > MAX_TERMS:
+            raise EditError(f"{meeting} edit terms meet at {Point(*point)} from position {segment.start} on; at most {MAX_TERMS} can")
+    return out
+
+
+def check(edit: Edit, model: Model) -> None:
+    """EditError when an edit's kind, points or widths do not fit the model, whatever the prompt."""
+    kind = type(edit).__name__.lower()
+    if kind not in model.edit_kinds:
+        raise EditError(f"{type(edit).__name__} edits were not declared; declared: {', '.join(model.edit_kinds) or 'none'}. "
+                        f"Load with Session(..., edits=[{kind!r}, ...])")
+    for point, steps in edit.steps.items():
+        _check_point(point, model)
+        for step in steps:
+            _terms(step, point, edit, [(0, None)], -1, model, Compiled())
+
+
+def _spans(edit: Edit, prompt: Context) -> list[Span]:
+    spans = edit.where.spans(prompt)
+    if edit.first is not None:
+        rows = next(iter(edit.steps.values()))[-1].write
+        spans = intersect(spans, [(edit.first, edit.first + len(rows))])
+    if edit.when is not None and not (isinstance(edit.when, Gate) and edit.when.over == "row"):
+        later = intersect(spans, [(prompt.n, ENDLESS)])
+        if edit.where not in _OPEN and later != intersect(spans, [(0, ENDLESS)]):
+            raise EditError(f"this gate is decided after the prompt, so its edit cannot act on prompt positions (where={edit.where})")
+        spans = [(a, None if b >= ENDLESS else b) for a, b in later]
+    return spans
+
+
+def _terms(step: Step, point: Point, edit: Edit, spans: list[Span], gate: int, model: Model, out: Compiled) -> list[Term]:
+    shape = model.shapes[point]
+    width = prod(shape)
+    columns = (0, width)
+    if step.head is not None:
+        if len(shape) != 2 or not 0 <= step.head < shape[0]:
+            have = f"{shape[0]} heads" if len(shape) == 2 else "no heads"
+            raise EditError(f"head {step.head} was named at {point}, which has {have}")
+        columns = (step.head * shape[1], (step.head + 1) * shape[1])
+    read, write = (_widen(rows, columns, width, point) for rows in (step.read, step.write))
+    rate = edit.schedule.rate if edit.schedule is not None else 0.0
+    origin = edit.first or 0
+    if rate and step.aligned:
+        raise EditError("rows by position take no schedule; scale them beforehand")
+    return [Term(step.op, point.kind, point.layer, tuple(spans), out.vector(read), out.vector(write), step.coeff, step.slope,
+                 step.offset, step.low, step.high, rate, step.threshold, gate, columns, spans[0][0] if rate else origin,
+                 len(write) if step.aligned else 0, step.fresh)]
+
+
+def _widen(rows: torch.Tensor | None, columns: tuple[int, int], width: int, point: Point) -> torch.Tensor | None:
+    """Put rows as wide as the columns there, zero elsewhere."""
+    if rows is None:
+        return None
+    if rows.shape[-1] == width:
+        return rows
+    if rows.shape[-1] != columns[1] - columns[0]:
+        raise EditError(f"the vector for {point} has width {rows.shape[-1]}; the model's is {width}")
+    out = torch.zeros(*rows.shape[:-1], width)
+    out[..., columns[0] : columns[1]] = rows
+    return out
+
+
+def _gate(when: Gate | After, index: int, rows: list[Span], prompt: Context, model: Model,
+          out: Compiled) -> tuple[WireGate, list[Term]]:
+    if isinstance(when, After):
+        ids = [t if isinstance(t, int) else prompt.tokenizer.encode(t, add_special_tokens=False) for t in when.tokens]
+        wrong = [t for t, found in zip(when.tokens, ids) if isinstance(found, list) and len(found) != 1]
+        if wrong:
+            raise EditError(f"{wrong[0]!r} is not one token of this model, so no generated token can be it")
+        return WireGate("token", 0.0, prompt.n, 0, tuple(t if isinstance(t, int) else t[0] for t in ids)), []
+    first = int(prompt.has_bos) if prompt.n > int(prompt.has_bos) else 0
+    rule, start, stop = {"row": ("row", 0, 0), "prompt_mean": ("mean", first, prompt.n), "prompt_max": ("max", first, prompt.n),
+                         "prompt_last": ("last", prompt.n - 1, prompt.n), "since": ("since", prompt.n - 1, 0)}[when.over]
+    spans = tuple(rows) if rule == "row" else ((start, stop or None),)
+    measures = []
+    for probe in when.probes:
+        _check_point(probe.at, model)
+        if probe.direction.shape != (prod(model.shapes[probe.at]),):
+            raise EditError(f"the probe at {probe.at} has width {len(probe.direction)}; the model's is {prod(model.shapes[probe.at])}")
+        measures.append(Term("measure", probe.at.kind, probe.at.layer, spans, out.vector(probe.direction),
+                             out.vector(probe.mean if probe.cosine else None), when.sign, offset=probe.offset,
+                             threshold=when.level if when.votes else 0.0, gate=index, cosine=probe.cosine, vote=when.votes))
+    return WireGate(rule, when.threshold, start, stop), measures
+
+
+def _check_order(measures: list[Term], out: Compiled) -> None:
+    for term in out.terms:
+        gate = out.gates[term.gate] if term.gate >= 0 else None
+        late = [m for m in measures if gate is not None and gate.rule == "row" and m.gate == term.gate and depth(m) >= depth(term)]
+        if late:
+            raise EditError(f"the gate of an edit at {Point(*term.site)} reads at {Point(*late[0].site)}, which comes after it or beside "
+                            f"it; read at an earlier layer, or over='prompt_last' or 'since'")
+
+
+def _check_point(point: Point, model: Model) -> None:
+    if not 0 <= point.layer < model.n_layers:
+        raise EditError(f"the edit names layer {point.layer}; the model has layers 0 to {model.n_layers - 1}")
+    if point.kind in model.read_only:
+        raise EditError(f"{point.kind} can be captured but not edited")
+    if point not in model.editable:
+        kinds = sorted({p.kind for p in model.editable})
+        raise EditError(f"edits at {point} were not declared; declared: {', '.join(kinds) or 'none'}. "
+                        f"Load with Session(..., points=[{point.kind!r}, ...], edits=True)")
