@@ -1,7 +1,7 @@
 """The table that `Session.points()` returns."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,12 +22,18 @@ class PointTable:
 
     @classmethod
     def of(cls, n_layers: int, d_model: int, dtype: torch.dtype, tapped: Iterable[Point],
-           absent: Mapping[str, str]) -> PointTable:
+           absent: Sequence[tuple[str, int, str]]) -> PointTable:
         """Build the table of one session."""
         rows = []
         for kind, meaning in KINDS.items():
             layers = [p.layer for p in tapped if p.kind == kind]
-            where = f"absent: {absent[kind]}" if kind in absent else f"layers {ranges(layers)}" if layers else "not tapped"
+            where = f"layers {ranges(layers)}" if layers else "not tapped"
+            reasons: dict[str, list[int]] = {}
+            for other, layer, why in absent:
+                if other == kind:
+                    reasons.setdefault(why, []).append(layer)
+            for why, lacking in reasons.items():
+                where = f"absent: {why}" if len(lacking) == n_layers else f"{where}; absent at {ranges(lacking)}: {why}"
             rows.append({"point": kind, "name": f"blocks.{{0..{n_layers - 1}}}.hook_{kind}", "shape": f"[batch pos {d_model}]",
                          "tapped": where, "bytes a token": human_bytes(d_model * dtype.itemsize), "meaning": meaning})
         return cls(tuple(rows))

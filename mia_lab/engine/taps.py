@@ -21,7 +21,7 @@ from .tables import Tables
 
 tap_ = kernel.tap_
 _NAMES = ("rows", "vec", "coef", "bank", "offsets", "arena")
-_SWAPPED: dict[tuple[type, object, object], type] = {}
+_SWAPPED: dict[tuple[type, object, object, object], type] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +57,20 @@ class After:
 def swap(module: nn.Module, before: Before | None, after: After | None) -> None:
     """Give `module` a subclass of its own class whose forward runs the taps."""
     base = type(module)
-    if "forward" in vars(module):
+    own = vars(module).get("forward")
+    if own is not None and getattr(own, "__self__", None) is not module:
         raise RuntimeError(f"{base.__name__} carries an instance forward, which a class swap cannot reach")
-    key = (base, before, after)
+    # vLLM's Transformers backend binds rewritten methods to the instance, which would hide the subclass's.
+    inner = base.forward if own is None else own.__func__
+    key = (base, inner, before, after)
     if key not in _SWAPPED:
-        _SWAPPED[key] = type(f"Tapped{base.__name__}", (base,), {"forward": _forward(base, before, after)})
+        _SWAPPED[key] = type(f"Tapped{base.__name__}", (base,), {"forward": _forward(inner, before, after)})
+    if own is not None:
+        del module.forward
     module.__class__ = _SWAPPED[key]
 
 
-def _forward(base: type, before: Before | None, after: After | None) -> Callable[..., Any]:
-    inner = base.forward
-
+def _forward(inner: Callable[..., Any], before: Before | None, after: After | None) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if before is not None:
             residual = None if before.residual is None else before.residual.pick(args, kwargs)

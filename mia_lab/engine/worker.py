@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import PointError
+from ..points import ranges
 from . import taps
 from .adapters import adapter_for
 from .config import EngineOptions, Sizes, refuse_unsupported
@@ -70,7 +71,8 @@ class Lab:
 
     def describe(self) -> dict[str, Any]:
         """Facts for the client: layers, which points exist, table bytes, runner."""
-        return {"n_layers": self._layout.n_layers, "absent": self._layout.absent, "sandwich": self._layout.sandwich,
+        absent = [[*key, why] for key, why in self._layout.absent.items()]
+        return {"n_layers": self._layout.n_layers, "absent": absent, "sandwich": self._layout.sandwich,
                 "available": [list(key) for key in self._layout.places], "table_bytes": self._tables.nbytes,
                 "arena_bytes": self._tables.arena.nbytes, "captured_tokens": self._sizes.captured_tokens,
                 "bank_rows": self._sizes.bank_rows, "programs": self._sizes.programs, "runner": self._adapter.name,
@@ -131,5 +133,6 @@ def _check_sites(sites: Sequence[tuple[str, int]], layout: Layout) -> None:
         if layer >= layout.n_layers:
             raise PointError(f"{kind}.{layer} was declared; the model has layers 0 to {layout.n_layers - 1}")
         if (kind, layer) not in layout.places:
-            raise PointError(f"{kind}.{layer} does not exist in this model: {layout.absent.get(kind, 'unknown point')}. "
-                             f"Declare points without {kind!r}")
+            held = [other for name, other in layout.places if name == kind]
+            fix = f"Declare it at layers {ranges(held)} only" if held else f"Declare points without {kind!r}"
+            raise PointError(f"{kind}.{layer} does not exist in this model: {layout.absent.get((kind, layer), 'unknown point')}. {fix}")
