@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 import transformers
-from families import FAMILIES, VOCAB, WIDE
+from families import FAMILIES, OTHER, VOCAB, WIDE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 
 def config(family: str) -> transformers.PretrainedConfig:
     """The configuration of one family."""
-    name, options = (FAMILIES | WIDE)[family]
+    name, options = (FAMILIES | WIDE | OTHER)[family]
     return getattr(transformers, f"{name}Config")(**options)
 
 
