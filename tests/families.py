@@ -51,10 +51,6 @@ WIDE: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", _SMALL | dict(sliding_window=None)),
     "qwen3moe": ("Qwen3Moe", _SMALL | _HEAD | _MOE | dict(norm_topk_prob=True)),
     "gptoss": ("GptOss", _SMALL | _HEAD | _SLIDING | dict(num_local_experts=4, num_experts_per_tok=2)),
-    "deepseek2": ("DeepseekV2", _SMALL | dict(num_key_value_heads=HEADS, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
-                                              moe_intermediate_size=64, first_k_dense_replace=1, kv_lora_rank=512, q_lora_rank=None,
-                                              qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=32, n_group=1, topk_group=1,
-                                              topk_method="greedy", routed_scaling_factor=1.0)),
     "glm": ("Glm", _SMALL | _HEAD),
     "glm4": ("Glm4", _SMALL | _HEAD),
     "glm4moe": ("Glm4Moe", _SMALL | _HEAD | dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
@@ -65,13 +61,10 @@ WIDE: dict[str, tuple[str, dict[str, Any]]] = {
     # vLLM's sliding window is one longer than Hugging Face's here, on purpose; beyond the context they agree.
     "cohere2": ("Cohere2", _SMALL | _HEAD | _SLIDING | _TIED | dict(logit_scale=1.0, sliding_window=512)),
     "ernie45": ("Ernie4_5", _SMALL | _HEAD),
-    "ernie45moe": ("Ernie4_5_Moe", _SMALL | dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=64, moe_num_shared_experts=1,
-                                                 moe_layer_start_index=1, moe_layer_end_index=2, moe_layer_interval=1)),
     "seedoss": ("SeedOss", _SMALL | _HEAD),
     "hunyuan": ("HunYuanDenseV1", _SMALL | _HEAD),
     "llama4": ("Llama4Text", _SMALL | _HEAD | dict(intermediate_size_mlp=128, num_local_experts=4, num_experts_per_tok=1,
                                                    interleave_moe_layer_step=2, attention_chunk_size=64)),
-    "apertus": ("Apertus", _SMALL),
     "falcon_h1": ("FalconH1", _SMALL | _HEAD | dict(mamba_n_heads=8, mamba_d_head=32, mamba_d_ssm=256, mamba_n_groups=1, mamba_d_state=16,
                                                     mamba_chunk_size=64)),
     "nemotron_h": ("NemotronH", _SMALL | _HEAD | dict(hybrid_override_pattern="M*-", mamba_num_heads=8, mamba_head_dim=32,
@@ -80,12 +73,12 @@ WIDE: dict[str, tuple[str, dict[str, Any]]] = {
                                                            mamba_n_groups=1, mamba_d_state=16, num_local_experts=4,
                                                            num_experts_per_tok=2, shared_intermediate_size=64)),
     "mamba2": ("Mamba2", dict(vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=3, state_size=16, num_heads=8, head_dim=32,
-                              n_groups=1, bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=False)),
+                              n_groups=1, chunk_size=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=False)),
 }
 
 # Not run in parity tests: opened to see that they are refused.
 OTHER: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3n": ("Gemma3nText", _SMALL | _HEAD | dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    "gemma3n": ("Gemma3nText", _SMALL | _HEAD | _TIED | dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"],
                                                      vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=16,
                                                      num_kv_shared_layers=0, laurel_rank=8, activation_sparsity_pattern=[0.0] * 3,
                                                      intermediate_size=[128] * 3)),
