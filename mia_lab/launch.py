@@ -124,11 +124,12 @@ class Engine:
         """Call one of the worker's `mia_*` methods and return what it gives."""
         return self.llm.collective_rpc(f"mia_{method}", args=args)[0]
 
-    def run(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        """Run token prompts as one continuous batch. Whatever interrupts it, no request is left in the engine."""
+    def run(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], lora: Any = None) -> list[RequestOutput]:
+        """Run token prompts as one continuous batch, with a LoRA or without. Whatever interrupts it, no request is left."""
         self._flush()
         try:
-            outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], list(params), use_tqdm=False)
+            outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], list(params), use_tqdm=False,
+                                        lora_request=lora)
         except BaseException:
             self._recover()
             raise

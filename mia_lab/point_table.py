@@ -26,10 +26,15 @@ class PointTable:
         for kind, meaning in KINDS.items():
             layers = [p.layer for p in tapped if p.kind == kind]
             here = [p for p in shapes if p.kind == kind]
-            lacking = [p for p in absent if p.kind == kind]
-            where = f"layers {ranges(layers)}" if layers else "not tapped" if here else f"absent: {absent[lacking[0]]}"
-            if here and lacking:
-                where += f"; absent at layers {ranges([p.layer for p in lacking])}: {absent[lacking[0]]}"
+            reasons: dict[str, list[int]] = {}
+            for p, why in absent.items():
+                if p.kind == kind:
+                    reasons.setdefault(why, []).append(p.layer)
+            where = f"layers {ranges(layers)}" if layers else "not tapped"
+            if not here:
+                where = f"absent: {'; '.join(reasons)}"
+            elif reasons:
+                where += "".join(f"; absent at {ranges(lacking)}: {why}" for why, lacking in reasons.items())
             name = Point(kind, 0).name.replace("blocks.0.", f"blocks.{{0..{n_layers - 1}}}.")
             rows.append({"point": kind, "name": name, "shape": f"[batch pos {' '.join(map(str, shapes[here[0]]))}]" if here else "",
                          "tapped": where, "bytes a token": human_bytes(row_bytes(here[0])) if here else "", "meaning": meaning})

@@ -30,8 +30,8 @@ DERIVED: dict[str, tuple[str, ...]] = {"pattern": ("q", "k"), "attn_scores": ("q
 _ENDS = {"embed": 0, "final_norm": -1, "logits": -1}  # points that a model has once, and at which layer they count
 
 _NAMES = {"embed": "hook_embed", "final_norm": "ln_final.hook_normalized", "logits": "logits", "q": "attn.hook_rot_q",
-          "k": "attn.hook_rot_k", "v": "attn.hook_v", "z": "attn.hook_z", "pattern": "attn.hook_pattern", "attn_scores": "attn.hook_attn_scores",
-          "mlp_act": "mlp.hook_post", "router": "mlp.hook_router"}
+          "k": "attn.hook_rot_k", "v": "attn.hook_v", "z": "attn.hook_z", "pattern": "attn.hook_pattern",
+          "attn_scores": "attn.hook_attn_scores", "mlp_act": "mlp.hook_post", "router": "mlp.hook_router"}
 _NAMES = {kind: _NAMES.get(kind, f"hook_{kind}") for kind in (*KINDS, *DERIVED)}
 _UNROTATED = {"attn.hook_q": "q", "attn.hook_k": "k"}  # the same values where nothing rotates them
 _TL_LEGACY = {name: kind for kind, name in _NAMES.items()}

@@ -106,7 +106,7 @@ class Session:
         """Return the continuation of one prompt, or a list of them for a list.
 
         Greedy unless a temperature is given. edits: one list of edits for all prompts, or one list (or None) a prompt;
-        they act together with any open `steer` scope. Other keywords are vLLM's SamplingParams.
+        they act together with any open `steer` scope. Other keywords are vLLM's SamplingParams, and `lora_request`.
         """
         outputs = self.completions(prompts, max_tokens=max_tokens, temperature=temperature, seed=seed, edits=edits, **sampling)
         return outputs.outputs[0].text if not isinstance(outputs, list) else [o.outputs[0].text for o in outputs]

@@ -1,8 +1,10 @@
 """Submitting a batch: everything is checked first, then either all requests run as asked or none does."""
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -48,9 +50,13 @@ class Submitter:
 
         EditError or PromptError, before anything runs, for what the engine could not do.
         """
+        params = dict(params)
+        lora = params.pop("lora_request", None)
+        if lora is not None:
+            _check_lora(lora)
         sampling, uids = self.prepare(read, edits, params, takes, reduce, matrices)
         source = EngineRows(self._engine, uids)  # lets rows go also when the run breaks off
-        return self._engine.run(read.ids, sampling), source
+        return self._engine.run(read.ids, sampling, lora), source
 
     def prepare(self, read: Prompts, edits: Sequence[Sequence[Edit]], params: dict[str, Any], takes: Sequence[Sequence[Take]] = (),
                 reduce: Reduce | None = None, matrices: Mapping[str, torch.Tensor] = MappingProxyType({})) -> tuple[list, list[str]]:
@@ -128,6 +134,17 @@ class Submitter:
         if wanted > 0.8 * free:
             raise PromptError(f"this capture would take {human_bytes(wanted)} of the {human_bytes(free)} of memory that are free; "
                               f"ask for fewer points, layers or positions, or run it in parts")
+
+
+def _check_lora(lora: Any) -> None:
+    """PromptError for an adapter of the embedding or unembedding: logits are rebuilt from the stream without it."""
+    config = Path(lora.lora_path) / "adapter_config.json"
+    wanted = json.loads(config.read_text()) if config.exists() else {}
+    touched = {str(name).rpartition(".")[2] for key in ("target_modules", "modules_to_save") for name in wanted.get(key) or ()}
+    ends = sorted(touched & {"lm_head", "embed_tokens", "wte", "embed_out"})
+    if ends:
+        raise PromptError(f"the adapter {lora.lora_name!r} changes {', '.join(ends)}, with which logits cannot be rebuilt; "
+                          f"use one of the blocks' projections only")
 
 
 def has_bos(tokenizer: Any, ids: Sequence[int]) -> bool:

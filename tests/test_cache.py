@@ -134,7 +134,7 @@ def test_rows_are_asked_for_on_the_side_of_the_edits_where_they_were_taken(held:
 @pytest.mark.parametrize("key", [("resid_post", 1), "mlp_out.0"])
 def test_a_point_that_was_not_captured_is_an_error_that_lists_what_was(cache: ActivationCache, key: object) -> None:
     assert key not in cache
-    with pytest.raises(PointError, match=r"is not tapped in this session\. Tapped: resid_post at layers 0, 2; attn"):
+    with pytest.raises(PointError, match=r"is not tapped in this session\. Tapped: attn_out at layers 2; resid_post at"):
         cache[key]
 
 

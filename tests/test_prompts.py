@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from mia_lab.errors import PromptError
-from mia_lab.prompts import read, resolve_at
+from mia_lab.prompts import Prompts, read, resolve_at
 
 ROOM = 10
 CHAT = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
@@ -67,6 +67,20 @@ def test_a_chat_goes_through_the_template_up_to_the_answer(chatty: Any) -> None:
         assert (found.ids, found.one) == ([expected], True)
     found = read([CHAT, CHAT[:1], "ab"], chatty, ROOM)
     assert (found.ids, found.one) == ([expected, ids("uxa>"), AB], False)
+
+
+def test_each_chat_keeps_its_messages_and_other_prompts_have_none(chatty: Any) -> None:
+    assert read(CHAT, chatty, ROOM).messages == [CHAT]
+    assert read([tuple(CHAT), "ab", [1, 5], torch.tensor([1])], chatty, ROOM).messages == [CHAT, None, None, None]
+    assert Prompts.of([[1], [2, 3]]) == Prompts([[1], [2, 3]], False, [None, None])
+
+
+def test_prompts_repeat_one_after_the_other(chatty: Any) -> None:
+    found = read([CHAT[:1], "ab"], chatty, ROOM).times(2)
+    assert found.ids == [ids("uxa>")] * 2 + [AB] * 2
+    assert found.messages == [CHAT[:1]] * 2 + [None] * 2
+    assert not read("ab", chatty, ROOM).times(2).one
+    assert read("ab", chatty, ROOM).times(1) == read("ab", chatty, ROOM)
 
 
 def test_a_chat_without_a_template_is_an_error_that_says_what_to_give(tokenizer: Any) -> None:

@@ -112,11 +112,31 @@ def test_a_selector_of_nothing_is_an_error_at_once(build: Any, says: str) -> Non
 
 
 @pytest.mark.parametrize(("selector", "places"), [
-    (mia.tokens("a"), [1]), (mia.tokens(" b", 4), [1, 2]), (mia.tokens("cab"), []), (mia.special(), [0, 5]), (~mia.special() & mia.prompt(), [1, 2, 3, 4, 6]),
-    (mia.span("a"), [1]), (mia.span("a", 1), [4]), (mia.span("a", -1), [4]), (mia.span("b"), [2]), (mia.span("b", 1), [4]), (mia.span("b", 2), [6]),
-    (mia.span("b c"), [2, 3]), (mia.span(" b c ab"), [2, 3, 4]), (mia.span("c a"), [3, 4]), (mia.span("a b c ab<end>bc"), [1, 2, 3, 4, 5, 6])])
+    (mia.tokens("a"), [1]), (mia.tokens(" b", 4), [1, 2]), (mia.tokens("cab"), []), (mia.special(), [0, 5]),
+    (~mia.special() & mia.prompt(), [1, 2, 3, 4, 6]),
+    (mia.span("a"), [1]), (mia.span("a", 1), [4]), (mia.span("a", -1), [4]), (mia.span("b"), [2]),
+    (mia.span("b", 1), [4]), (mia.span("b", 2), [6]), (mia.span("b c"), [2, 3]), (mia.span(" b c ab"), [2, 3, 4]),
+    (mia.span("c a"), [3, 4]),
+    (mia.span("a b c ab<end>bc"), [1, 2, 3, 4, 5, 6])])
 def test_rules_over_text_take_the_tokens_that_hold_it(selector: Selector, places: list[int]) -> None:
     assert [p for a, b in selector.spans(TEXT) for p in range(a, b)] == places
+
+
+class Bytes:
+    """A tokenizer of bytes; as in SentencePiece, an unfinished character decodes to a mark for each of its bytes."""
+
+    def decode(self, ids: Any) -> str:
+        text = bytes(ids)
+        try:
+            return text.decode()
+        except UnicodeDecodeError as error:
+            return text[: error.start].decode() + "\N{REPLACEMENT CHARACTER}" * (len(text) - error.start)
+
+
+@pytest.mark.parametrize(("text", "spans"), [("a", [(0, 1)]), ("\N{GRINNING FACE}", [(1, 5)]), ("b", [(5, 6)])])
+def test_a_character_of_several_tokens_is_taken_whole(text: str, spans: list) -> None:
+    prompt = Context(list("a\N{GRINNING FACE}b".encode()), tokenizer=Bytes())
+    assert mia.span(text).spans(prompt) == spans
 
 
 @pytest.mark.parametrize(("selector", "says"), [

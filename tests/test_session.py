@@ -80,6 +80,17 @@ def test_names_filter_picks_points(session: mia.Session) -> None:
     assert len(cache) == session.n_layers
 
 
+def test_continuations_of_a_prompt_stand_one_after_the_other(session: mia.Session) -> None:
+    logits, cache = session.run_with_cache([PROMPT, "a b"], n=2, max_tokens=4, temperature=1.0, seed=3, ignore_eos=True)
+    assert logits.shape == (4, 12, 320)
+    assert cache.n_prompt == (9, 9, 4, 4)
+    assert cache.tokens[0][:9] == cache.tokens[1][:9]
+    assert cache.tokens[0] != cache.tokens[1]
+    assert torch.allclose(cache[0]["resid_post", 2][:9], cache[1]["resid_post", 2][:9], atol=1e-5)
+    one, _ = session.run_with_cache(PROMPT, n=2, max_tokens=1)
+    assert one.shape[0] == 2
+
+
 def test_capture_axes_follow_what_was_asked(session: mia.Session) -> None:
     prompts = [PROMPT, "abc"]
     _, cache = session.run_with_cache(prompts)
@@ -182,10 +193,18 @@ def test_repr_and_points_name_what_is_there(session: mia.Session) -> None:
     (lambda s: s.capture("a", at=7), PromptError, "at=7"),
     (lambda s: s.capture("a", at=slice(5, None)), PromptError, "no position"),
     (lambda s: s.run_with_cache("a", names_filter="blocks.1.hook_attn_out"), PointError, r"points=\[...\]"),
-    (lambda s: s.run_with_cache("a", n=2), PromptError, "n=1"),
+    (lambda s: s.capture("a", "logits"), PointError, "run_with_cache returns"),
+    (lambda s: s.capture("a", "pattern"), PointError, "not tapped"),
+    (lambda s: s.capture("a", layers=[]), PointError, "no layer"),
     (lambda s: s.generate("a", edits=mia.Add(torch.ones(3), 1.0, [1])), EditError, "width 3; the model's is 128"),
     (lambda s: s.generate("a", edits=mia.Add(torch.ones(128), 1.0, [7])), EditError, "layers 0 to 3"),
     (lambda s: s.generate("a", edits=mia.Add(torch.ones(128), 1.0, [1], "attn_out")), EditError, "not declared"),
+    (lambda s: s.generate("a", edits=mia.Scale(0.5, [1], heads=0)), EditError, "has no heads"),
+    (lambda s: s.generate("a", edits=mia.Add(torch.ones(128), 1.0, [1], where=mia.span("xyz"))), EditError, "occurs 0 times"),
+    (lambda s: s.generate("a", edits=mia.Add(torch.ones(128), 1.0, [1], when=mia.Gate(mia.Probe(torch.ones(128), 2), above=0))), EditError,
+     "comes after"),
+    (lambda s: s.generate(["ok", "a"], edits=[None, [mia.Add(torch.ones(128), 1.0, [1], where=mia.tokens("ab"))]]), EditError, "2 tokens"),
+    (lambda s: s.default([mia.Add(torch.ones(3), 1.0, [1])]), EditError, "width 3; the model's is 128"),
     (lambda s: s.generate("a", edits=mia.Add(torch.full((128,), float("nan")), 1.0, [1])), EditError, "NaN"),
     (lambda s: s.generate(["a", "b"], edits=[[]]), EditError, "2 prompts"),
     (lambda s: s.generate("a", edits=["up"]), EditError, "edits is"),
@@ -321,7 +340,8 @@ def test_a_closed_session_says_so_and_keeps_what_was_fetched(open_tiny: Callable
 @pytest.mark.parametrize(("options", "error", "words"), [
     (dict(points=["resid_pots"]), PointError, "resid_pots"),
     (dict(points=[("resid_post", 12)]), PointError, "layers 0 to 3"),
-    (dict(edits=["ablate"]), EditError, "add"),
+    (dict(edits=["explode"]), EditError, "the kinds are add, ablate"),
+    (dict(points=["mlp_out_raw"]), PointError, "no norm of its own"),
     (dict(enable_chunked_prefill=False, max_captured_tokens=8), UnsupportedError, "enable_chunked_prefill=True"),
     (dict(tensor_parallel_size=2), UnsupportedError, "tensor_parallel_size=1"),
     (dict(pipeline_parallel_size=2), UnsupportedError, "pipeline_parallel_size=1"),

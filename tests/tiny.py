@@ -1,38 +1,19 @@
 """Tiny random models of many families, saved as Hugging Face folders, and a small tokenizer for them."""
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
+from families import FAMILIES, OTHER, VOCAB, WIDE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-
-VOCAB, WIDTH, LAYERS, HEADS = 320, 128, 4, 4
-_COMMON = dict(vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS, bos_token_id=1,
-               eos_token_id=2, pad_token_id=0, max_position_embeddings=512, tie_word_embeddings=False)
-_GATED = _COMMON | dict(intermediate_size=128, num_key_value_heads=2)
-_ROPE = dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
-
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", _GATED),
-    "qwen2": ("Qwen2", _GATED),
-    "qwen3": ("Qwen3", _GATED | dict(head_dim=32)),
-    "gemma3": ("Gemma3Text", _GATED | dict(head_dim=32, sliding_window=32, query_pre_attn_scalar=32,
-                                           layer_types=["sliding_attention", "full_attention"] * 2)),
-    "gpt2": ("GPT2", dict(vocab_size=VOCAB, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=512, bos_token_id=1,
-                          eos_token_id=2)),
-    "opt": ("OPT", _COMMON | dict(ffn_dim=128, word_embed_proj_dim=WIDTH)),
-    "mixtral": ("Mixtral", _GATED | dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
-    "qwen2moe": ("Qwen2Moe", _GATED | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
-                                           shared_expert_intermediate_size=64, norm_topk_prob=True)),
-    "cohere": ("Cohere", _GATED | dict(logit_scale=1.0, tie_word_embeddings=True)),
-}
 
 
 def config(family: str) -> transformers.PretrainedConfig:
     """The configuration of one family."""
-    name, options = FAMILIES[family]
+    name, options = (FAMILIES | WIDE | OTHER)[family]
     return getattr(transformers, f"{name}Config")(**options)
 
 
@@ -73,6 +54,16 @@ def tokenizer(folder: Path) -> Path:
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
     """The model in Hugging Face, eager attention, for comparison."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager",
-                                                              experts_implementation="eager")
+    with _plain_classes(path):
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager",
+                                                                  experts_implementation="eager")
     return model.eval()
+
+
+def _plain_classes(path: Path) -> AbstractContextManager:
+    """Once vLLM's Transformers backend has run a family, its decorated class asks for a vLLM configuration."""
+    if "vllm" not in sys.modules:
+        return nullcontext()
+    from vllm.config import CompilationConfig, ModelConfig, VllmConfig, set_current_vllm_config
+
+    return set_current_vllm_config(VllmConfig(model_config=ModelConfig(str(path)), compilation_config=CompilationConfig(mode=0)))

@@ -8,8 +8,8 @@ mid = pre + attention, post = mid + MLP, final norm(stream) = what the final nor
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedError
-from . import interior
+from . import branches, interior
+from .branches import Call, Place, close, distance
 from .taps import After, Arg, Before, Side
 from .wire import Site
 
@@ -26,21 +27,12 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 Tensor = torch.Tensor
-_TOKENS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A module and the side of it where a point is read and edited."""
-
-    module: nn.Module
-    at: Side
-    shape: tuple[int, ...]  # of one row
+PROBE_TOKENS = 8
 
 
 @dataclass(slots=True)
 class Layout:
-    """Where a model keeps its points. `absent` says, for a point that a block lacks, why."""
+    """Where a model keeps its points. `absent` says, for each point that a block lacks, why."""
 
     n_layers: int
     width: int
@@ -69,79 +61,79 @@ class Layout:
 
 
 @dataclass(slots=True)
-class _Call:
-    """One module call, tensors cloned: the stream-shaped inputs with where they were passed, and the outputs."""
+class _Model:
+    """The parts of a loaded model that the probe looks at."""
 
-    module: nn.Module
-    inputs: list[tuple[Arg, Tensor]] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
-    is_tuple: bool = False
-
-    def stream_in(self) -> Tensor:
-        return sum(tensor.double() for _, tensor in self.inputs)
-
-    def out(self) -> Tensor:
-        return self.outputs[0].double()
+    name: str
+    parent: nn.Module
+    blocks: list[nn.Module]
+    attention: set[nn.Module]
+    mixers: set[nn.Module]
 
 
 def discover(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> Layout:
     """Return the Layout of a loaded model; UnsupportedError with a reason when its stream cannot be identified."""
-    attention = [m for m in vllm_config.compilation_config.static_forward_context.values() if isinstance(m, nn.Module)]
-    parent, blocks = _blocks(model, attention)
-    recorder = interior.Recorder(interior.watched(model, blocks))
+    parts = _parts(model, vllm_config)
+    recorder = interior.Recorder(interior.watched(model, parts.blocks))
     try:
-        calls, result = _record(model, vllm_config, device, parent, blocks, attention)
+        calls, result = _record(model, parts, vllm_config, device)
     finally:
         recorder.remove()
-    final, pair = _convention(calls, parent, blocks, model)
-    _check_chain(calls, blocks, pair)
-    unembeds = bool(calls[final].outputs) and _close(result.double(), calls[final].out()) if final else True
-    layout = Layout(len(blocks), vllm_config.model_config.get_hidden_size(), final, bool(final and calls[final].is_tuple), unembeds)
-    for layer, block in enumerate(blocks):
-        branches, why = _branches(calls, block, attention, pair)
-        call = calls[block]
-        args = [arg for arg, _ in calls[blocks[-1]].inputs] if len(blocks) > 1 else [arg for arg, _ in call.inputs]
-        layout.put("resid_pre", layer, block, Before(args[0], args[1] if pair and len(args) > 1 else None))
+    final, pair = _convention(calls, parts)
+    unembeds = bool(calls[final].outputs) and close(result.double(), calls[final].out()) if final else True
+    layout = Layout(len(parts.blocks), vllm_config.model_config.get_hidden_size(), final, bool(final and calls[final].is_tuple), unembeds)
+    entries = _entries(calls, parts, pair)
+    for layer, block in enumerate(parts.blocks):
+        call, (before, pre) = calls[block], entries[layer]
+        own = set(block.children())
+        found = branches.find([calls[m] for m in calls if m in own], pre, _post(call, pair), parts.attention, parts.mixers)
+        layout.put("resid_pre", layer, block, before)
         layout.put("resid_post", layer, block, After(call.is_tuple, pair))
-        for kind, (module, at) in branches.items():
-            layout.put(kind, layer, module, at)
-        for kind, reason in why.items():
+        for kind, place in found.places.items():
+            layout.put(kind, layer, place.module, place.at)
+        for kind, reason in found.absent.items():
             layout.lack(kind, layer, reason)
-    first = calls[blocks[0]]
-    interior.add(layout, blocks, attention, recorder.seen, first.stream_in() if pair else first.inputs[0][1].double())
+    interior.add(layout, parts.blocks, parts.attention, recorder.seen, entries[0][1])
     return layout
 
 
-def _blocks(model: nn.Module, attention: list[nn.Module]) -> tuple[nn.Module, list[nn.Module]]:
-    owners = set(attention)
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
-             and any(owners & set(item.modules()) for item in module)]
+def _parts(model: nn.Module, vllm_config: VllmConfig) -> _Model:
+    """Find the list of blocks: the longest one whose items mix tokens. Some blocks may lack attention, or any mixer."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+    name = type(model).__name__
+    registered = vllm_config.compilation_config.static_forward_context.values()
+    mixers = {m for m in registered if isinstance(m, nn.Module) and isinstance(m, AttentionLayerBase)}
+    attention = {m for m in mixers if not isinstance(m, MambaBase)}
+    lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)
+             and any(mixers & set(item.modules()) for item in module)]
     if not lists:
-        raise UnsupportedError(f"{type(model).__name__} has no list of blocks that own attention, so it has no layers to tap")
-    name, found = max(lists, key=lambda item: len(item[1]))
-    blocks = list(found)
-    if not all(owners & set(block.modules()) for block in blocks):
-        raise UnsupportedError(f"{type(model).__name__} mixes attention blocks with others (a hybrid model), which is untested")
-    return model.get_submodule(name.rpartition(".")[0]), blocks
+        raise UnsupportedError(f"{name} has no list of blocks that own attention, so it has no layers to tap")
+    path, found = max(lists, key=lambda item: len(item[1]))
+    layers = vllm_config.model_config.hf_text_config.num_hidden_layers
+    if len(found) != layers:
+        raise UnsupportedError(f"{name} has {len(found)} blocks where its configuration says {layers} layers")
+    return _Model(name, model.get_submodule(path.rpartition(".")[0]), list(found), attention, mixers)
 
 
-def _record(model: nn.Module, vllm_config: VllmConfig, device: torch.device, parent: nn.Module,
-            blocks: list[nn.Module], attention: list[nn.Module]) -> tuple[dict[nn.Module, _Call], Tensor]:
-    """Run dummy tokens once, eagerly, with random attention results; return the calls in order, and the model's output."""
+def _record(model: nn.Module, parts: _Model, vllm_config: VllmConfig, device: torch.device) -> tuple[dict[nn.Module, Call], Tensor]:
+    """Run dummy tokens once, eagerly, with mixers giving random values; return the calls in order, and the model's output."""
     from vllm.forward_context import set_forward_context
 
     width = vllm_config.model_config.get_hidden_size()
-    calls: dict[nn.Module, _Call] = {}
-    ids = torch.randint(0, vllm_config.model_config.get_vocab_size(), (_TOKENS,), device=device)
-    positions = torch.arange(_TOKENS, device=device)
+    calls: dict[nn.Module, Call] = {}
+    ids = torch.randint(0, vllm_config.model_config.get_vocab_size(), (PROBE_TOKENS,), device=device)
+    positions = torch.arange(PROBE_TOKENS, device=device)
     if getattr(vllm_config.model_config, "uses_mrope", False):
         positions = positions.expand(3, -1)
-    watched = [child for child in parent.children() if not isinstance(child, nn.ModuleList)]
-    for block in blocks:
-        watched += [block, *block.children()]
+    watched = dict.fromkeys(child for child in parts.parent.children() if not isinstance(child, nn.ModuleList))
+    for block in parts.blocks:
+        watched |= dict.fromkeys([block, *block.children()])
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        call = calls[module] = _Call(module)
+        call = Call(module, times=calls[module].times + 1 if module in calls else 1)
+        calls[module] = call
         names = _parameters(module)
         for index, value in enumerate(args):
             if _is_stream(value, width):
@@ -150,131 +142,105 @@ def _record(model: nn.Module, vllm_config: VllmConfig, device: torch.device, par
             if _is_stream(value, width):
                 call.inputs.append((Arg(names.index(name) if name in names else None, name), value.clone()))
 
-    def after(module: nn.Module, args: tuple, output: Any) -> None:
+    def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         call = calls[module]
         call.is_tuple = isinstance(output, tuple)
         call.outputs = [v.clone() for v in (output if call.is_tuple else (output,)) if _is_stream(v, width)]
 
-    def randomise(module: nn.Module, args: tuple, output: Any) -> Any:
-        return torch.randn_like(output) if isinstance(output, Tensor) else output
-
-    with ExitStack() as hooks, torch.inference_mode(), set_forward_context(None, vllm_config, num_tokens=_TOKENS,
+    with ExitStack() as hooks, torch.inference_mode(), set_forward_context(None, vllm_config, num_tokens=PROBE_TOKENS,
                                                                            skip_compiled=True):
         for module in watched:
             hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(after).remove)
-        for module in attention:
-            hooks.callback(module.register_forward_hook(randomise).remove)
-        result = model(ids, positions)
+            hooks.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+        for module in parts.mixers:
+            hooks.enter_context(_random_output(module))
+        try:
+            result = model(ids, positions)
+        except (RuntimeError, NotImplementedError, AttributeError) as error:
+            raise UnsupportedError(f"{parts.name} cannot be run on dummy tokens by this vLLM: {error}") from error
     if not isinstance(result, Tensor):
-        raise UnsupportedError(f"{type(model).__name__} returns {type(result).__name__}, not its hidden states")
+        raise UnsupportedError(f"{parts.name} returns {type(result).__name__}, not its hidden states")
+    looped = next((block for block in parts.blocks if block not in calls or calls[block].times > 1), None)
+    if looped is not None:
+        raise UnsupportedError(f"{parts.name} does not run each of its blocks exactly once in one pass")
     return calls, result
+
+
+@contextmanager
+def _random_output(module: nn.Module) -> Iterator[None]:
+    """Let a mixer give random values: without blocks of the KV cache it leaves its output as it was allocated."""
+    forward, own = module.forward, vars(module).get("forward")
+
+    def randomised(*args: Any, **kwargs: Any) -> Any:
+        given = [(v, v.clone()) for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        output = forward(*args, **kwargs)
+        if output is None:  # it wrote into one of its arguments
+            for value, old in given:
+                if not torch.equal(value.nan_to_num(), old.nan_to_num()):
+                    value.copy_(torch.randn_like(value))
+        return torch.randn_like(output) if isinstance(output, Tensor) else output
+
+    module.forward = randomised  # not a hook: vLLM's Transformers backend calls `forward` itself
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
 
 
 def _parameters(module: nn.Module) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in inspect.signature(type(module).forward).parameters.values() if p.kind in kinds][1:]
+    return [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
 
 
 def _is_stream(value: Any, width: int) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1] == width and value.numel() == _TOKENS * width
+    return isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1] == width and value.numel() == PROBE_TOKENS * width
 
 
-def _convention(calls: dict[nn.Module, _Call], parent: nn.Module, blocks: list[nn.Module],
-                model: nn.Module) -> tuple[nn.Module | None, bool]:
+def _convention(calls: dict[nn.Module, Call], parts: _Model) -> tuple[nn.Module | None, bool]:
     """Return the final norm and whether the blocks hand on a pending pair."""
     order = list(calls)
-    last = calls[blocks[-1]]
+    last = calls[parts.blocks[-1]]
     if not last.outputs:
-        raise UnsupportedError(f"the blocks of {type(model).__name__} return no [tokens, d_model] tensor")
-    after = [m for m in order[order.index(blocks[-1]) + 1:] if m in set(parent.children()) and calls[m].inputs]
+        raise UnsupportedError(f"the blocks of {parts.name} return no [tokens, d_model] tensor")
+    after = [m for m in order[order.index(parts.blocks[-1]) + 1:] if m in set(parts.parent.children()) and calls[m].inputs]
     if not after:
         if len(last.outputs) > 1:
-            raise UnsupportedError(f"{type(model).__name__} has no final norm that would tell whether the stream is h or h + r")
+            raise UnsupportedError(f"{parts.name} has no final norm that would tell whether the stream is h or h + r")
         return None, False
     final = after[0]
     candidates = {False: last.outputs[0]}
     if len(last.outputs) > 1:
         candidates[True] = last.outputs[0] + last.outputs[1]
     with torch.inference_mode():
-        errors = {pair: _distance(_first(final(stream.clone())).double(), calls[final].out()) for pair, stream in candidates.items()}
+        errors = {pair: distance(_first(final(stream.clone())).double(), calls[final].out()) for pair, stream in candidates.items()}
     pair = min(errors, key=errors.get)
     if errors[pair] > 0.02 or (len(errors) > 1 and errors[not pair] < 10 * errors[pair] + 1e-6):
-        raise UnsupportedError(f"{type(model).__name__}: neither h nor h + r is what its final norm reads "
+        raise UnsupportedError(f"{parts.name}: neither h nor h + r is what its final norm reads "
                                f"(relative errors {errors}), so the stream is unknown")
     return final, pair
 
 
-def _check_chain(calls: dict[nn.Module, _Call], blocks: list[nn.Module], pair: bool) -> None:
-    for before, block in pairwise(blocks):
-        inputs = calls[block].inputs
-        given = inputs and (calls[block].stream_in() if pair else inputs[0][1].double())
-        if not inputs or not _close(_post(calls[before], pair), given):
+def _entries(calls: dict[nn.Module, Call], parts: _Model, pair: bool) -> list[tuple[Before, Tensor]]:
+    """Where each block is given the stream that the block before it returned, and that stream."""
+    entries: list[tuple[Before, Tensor]] = []
+    for before, block in pairwise(parts.blocks):
+        given = _post(calls[before], pair)
+        found = next((r for r in calls[block].readings() if (pair or r[0].residual is None) and close(given, r[1])), None)
+        if found is None:
             raise UnsupportedError(f"{type(block).__name__} does not read what the block before it returned")
+        entries.append(found)
+    readings = [r for r in calls[parts.blocks[0]].readings() if pair or r[0].residual is None]
+    if not readings:
+        raise UnsupportedError(f"{type(parts.blocks[0]).__name__} is given no [tokens, d_model] tensor")
+    alike = [r for r in readings if entries and r[0].x == entries[0][0].x]
+    return [(alike or readings)[0], *entries]
 
 
-def _post(call: _Call, pair: bool) -> Tensor:
+def _post(call: Call, pair: bool) -> Tensor:
     return call.out() + call.outputs[1].double() if pair else call.out()
-
-
-def _branches(calls: dict[nn.Module, _Call], block: nn.Module, attention: list[nn.Module],
-              pair: bool) -> tuple[dict[str, tuple[nn.Module, Before | After]], dict[str, str]]:
-    """Find resid_mid, attn_out and mlp_out in one block by their identities; say why for those it lacks."""
-    pre = calls[block].stream_in() if pair else calls[block].inputs[0][1].double()
-    post = _post(calls[block], pair)
-    children = [calls[m] for m in calls if m in set(block.children()) and calls[m].outputs]
-    own = [c for c in children if set(attention) & set(c.module.modules())]
-    if not own:
-        return {}, dict.fromkeys(("resid_mid", "attn_out", "mlp_out"), "attention is not a direct child of the block")
-    attn = own[0]
-    after_attn = children[children.index(attn):]
-    for branch in after_attn:
-        for norm in children[children.index(branch) + 1:]:
-            if norm.inputs and _adds_up(pre, branch, norm.stream_in()):
-                mlp = _last(c for c in children[children.index(norm):] if _adds_up(norm.stream_in(), c, post))
-                args = [arg for arg, _ in norm.inputs]
-                found = {"resid_mid": (norm.module, Before(args[0], args[1] if len(args) > 1 else None)),
-                         "attn_out": _output(branch)}
-                why = {}
-                if mlp is None:
-                    why["mlp_out"] = "no module's output is what the block adds after attention"
-                else:
-                    found["mlp_out"] = _output(mlp)
-                return found, why
-    mlp = _last(c for c in children if c is not attn and _adds_up(pre + attn.out(), c, post))
-    if mlp is None:
-        return {}, dict.fromkeys(("resid_mid", "attn_out", "mlp_out"), "the block adds its branches in an unknown way")
-    return ({"attn_out": _output(attn), "mlp_out": _output(mlp)},
-            {"resid_mid": "attention and MLP run in parallel, there is no stream between them"})
-
-
-def _output(call: _Call) -> tuple[nn.Module, After]:
-    return call.module, After(call.is_tuple)
-
-
-def _last(items: Any) -> Any:
-    found = list(items)
-    return found[-1] if found else None
 
 
 def _first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
-
-
-def _adds_up(base: Tensor, branch: _Call, total: Tensor) -> bool:
-    """Whether base + the branch's output is `total`, row by row, up to the rounding of the model's dtype.
-
-    The first row is left out: there a pretrained model may hold values so large that rounding hides the branch.
-    """
-    rows = [t.reshape(_TOKENS, -1)[1:] for t in (base, branch.out(), total)]
-    eps = torch.finfo(branch.outputs[0].dtype).eps
-    error = (rows[0] + rows[1] - rows[2]).norm(dim=1)
-    return bool((error <= 0.02 * rows[1].norm(dim=1) + eps * rows[0].norm(dim=1)).all() and rows[1].norm() > 0)
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a.reshape(-1) - b.reshape(-1)).norm() / b.norm().clamp(min=1e-30))
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    return a.numel() == b.numel() and _distance(a, b) < 0.02

@@ -67,7 +67,7 @@ def watched(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     return list(found)
 
 
-def add(layout: Layout, blocks: list[nn.Module], attention: list[nn.Module], seen: dict[nn.Module, Seen], pre: Tensor) -> None:
+def add(layout: Layout, blocks: list[nn.Module], attention: set[nn.Module], seen: dict[nn.Module, Seen], pre: Tensor) -> None:
     """Add the interior points to a layout, or why a block lacks them. pre `[tokens d_model]`: what enters the first block."""
     for layer, block in enumerate(blocks):
         inside = list(block.modules())
@@ -153,7 +153,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 def _is_linear(module: nn.Module) -> bool:
     from vllm.model_executor.layers.linear import LinearBase
 
-    return isinstance(module, (LinearBase, nn.Linear))
+    return isinstance(getattr(module, "base_layer", module), (LinearBase, nn.Linear))  # a LoRA wraps its layer
 
 
 def _is_embedding(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from mia_lab.kernels import tap as kernel
 from .tables import Tables
 
 tap_, read_ = kernel.tap_, kernel.read_
-_SWAPPED: dict[tuple[type, tuple], type] = {}
+_SWAPPED: dict[tuple[type, object, tuple], type] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +75,20 @@ def swap(module: nn.Module, sides: Sequence[Side]) -> None:
             _wrap_kernel(module.impl, module.mia_tables[i])
     if all(isinstance(side, Within) for side in sides):
         return
-    if "forward" in vars(module):
+    own = vars(module).get("forward")
+    if own is not None and getattr(own, "__self__", None) is not module:
         raise RuntimeError(f"{base.__name__} carries an instance forward, which a class swap cannot reach")
-    key = (base, tuple(sides))
+    # vLLM's Transformers backend binds rewritten methods to the instance, which would hide the subclass's.
+    inner = base.forward if own is None else own.__func__
+    key = (base, inner, tuple(sides))
     if key not in _SWAPPED:
-        _SWAPPED[key] = type(f"Tapped{base.__name__}", (base,), {"forward": _forward(base, key[1]), "mia_inner": base.forward})
+        _SWAPPED[key] = type(f"Tapped{base.__name__}", (base,), {"forward": _forward(inner, key[2]), "mia_inner": inner})
+    if own is not None:
+        del module.forward
     module.__class__ = _SWAPPED[key]
 
 
-def _forward(base: type, sides: tuple[Side, ...]) -> Callable[..., Any]:
-    inner = base.forward
+def _forward(inner: Callable[..., Any], sides: tuple[Side, ...]) -> Callable[..., Any]:
     befores = [(i, side) for i, side in enumerate(sides) if isinstance(side, Before)]
     afters = [(i, side) for i, side in enumerate(sides) if isinstance(side, After)]
 

@@ -10,10 +10,10 @@ import torch
 
 from ..errors import PointError
 from . import heads, taps
-from .adapters import adapter_for
+from .adapters import adapter_for, without_lora
 from .config import EngineOptions, Sizes, refuse_unsupported
 from .courier import Courier
-from .discover import Layout, discover
+from .discover import PROBE_TOKENS, Layout, discover
 from .router import Router
 from .tables import Tables
 from .wire import KEY, Site, Span, address
@@ -46,6 +46,7 @@ class Lab:
         self._sizes = Sizes.of(config, options)
         refuse_unsupported(config, self._sizes)
         self._model = runner.get_model()
+        without_lora(runner, PROBE_TOKENS)
         self._layout = discover(self._model, config, runner.device)
         self._sites = _existing(options, self._layout)
         places = [self._layout.places[site] for site in self._sites]
@@ -149,6 +150,7 @@ class Lab:
         """Return float32 logits `[n d_vocab]` for last-layer stream rows `[n d_model]` given in the model's dtype."""
         dtype = self._tables.arena.dtype
         stream = torch.frombuffer(bytearray(rows), dtype=dtype).view(-1, self._layout.width).to(self._tables.device)
+        without_lora(self._runner, len(stream))
         if self._layout.final_norm is not None:
             norm = self._layout.final_norm
             stream = getattr(type(norm), "mia_inner", type(norm).forward)(norm, stream)

@@ -50,7 +50,8 @@ def edited(edit: mia.Edit, point: Point, h: Tensor, factor: Tensor, shape: tuple
             out[:, heads] *= (1 + (edit.factor - 1) * factor).view(-1, *[1] * len(shape))
             return out.view_as(h)
         case mia.Replace():
-            source = edit.source if edit.source.ndim == (1 if edit.start is None else 2) else edit.source[list(edit.layers).index(point.layer)]
+            one = edit.source.ndim == (1 if edit.start is None else 2)
+            source = edit.source if one else edit.source[list(edit.layers).index(point.layer)]
             wanted = source.double().expand(len(h), -1) if edit.start is None else torch.zeros(len(h), source.shape[-1]).double()
             if edit.start is not None:
                 n = min(len(source), len(h) - edit.start)

@@ -71,8 +71,27 @@ def module_of(model: PreTrainedModel, block: nn.Module, kind: str) -> tuple[nn.M
         case "mlp_act":
             return next(m for name, m in block.named_modules() if name.rpartition(".")[2] in _DOWN and "attn" not in name), "in"
         case "router":
-            return next(m for name, m in block.named_modules() if name.rpartition(".")[2] in ("gate", "router") and hasattr(m, "weight")), "gate"
+            return next(m for name, m in block.named_modules() if name.endswith(("gate", "router")) and hasattr(m, "weight")), "gate"
     raise KeyError(kind)
+
+
+def nameable(model: PreTrainedModel, points: tuple[Point, ...], blocks: nn.ModuleList) -> tuple[Point, ...]:
+    """The points that can be found on the Hugging Face side: its attention may not call a function that can be spied on, and
+    experts have no one projection."""
+    heads = type(model)._supports_attention_backend if hasattr(type(model), "_supports_attention_backend") else False
+    found = []
+    for point in points:
+        if point.kind in HEADS:
+            found += [point] if heads else []
+        elif point.kind in ("embed", "final_norm", "mlp_act", "router", "attn_out_raw", "mlp_out_raw"):
+            try:
+                module_of(model, blocks[point.layer], point.kind)
+            except (StopIteration, AttributeError):
+                continue
+            found.append(point)
+        else:
+            found.append(point)
+    return tuple(found)
 
 
 def _has(model: nn.Module, path: str) -> bool:

@@ -14,9 +14,35 @@ from mia_lab.points import Point
 from mia_lab.selectors import Context
 from parity import formulas, interior
 
-_LISTS = ("model.layers", "transformer.h", "model.decoder.layers", "gpt_neox.layers")
-_ATTENTION = ("self_attn", "attn", "attention")
-_MLP = ("mlp", "block_sparse_moe", "fc2")
+_LISTS = ("model.layers", "transformer.h", "model.decoder.layers", "gpt_neox.layers", "backbone.layers", "model.language_model.layers")
+# Children that a block must have, and then: who reads resid_mid, who returns attn_out, who returns mlp_out.
+_STRUCTURES: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
+    (("pre_feedforward_layernorm", "post_feedforward_layernorm"), "pre_feedforward_layernorm", "post_attention_layernorm",
+     "post_feedforward_layernorm"),
+    (("post_self_attn_layernorm", "post_mlp_layernorm"), "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
+    (("pre_mlp_layernorm", "post_mlp_layernorm"), "pre_mlp_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    (("post_attention_layernorm", "post_feedforward_layernorm"), "mlp", "post_attention_layernorm", "post_feedforward_layernorm"),
+    (("pre_feedforward_layernorm",), "pre_feedforward_layernorm", "self_attn", "mlp"),
+    (("feedforward_layernorm",), "feedforward_layernorm", "self_attn", "mlp"),
+    (("pre_ff_layernorm", "feed_forward"), "pre_ff_layernorm", "self_attn", "feed_forward"),
+    (("ffn_norm", "feed_forward"), "ffn_norm", "self_attn", "feed_forward"),
+    (("post_attention_layernorm", "feed_forward"), "post_attention_layernorm", "self_attn", "feed_forward"),
+    (("post_attention_layernorm", "shared_mlp"), "post_attention_layernorm", "self_attn", "shared_mlp"),
+    (("post_attention_layernorm", "block_sparse_moe"), "post_attention_layernorm", "self_attn", "block_sparse_moe"),
+    (("post_attention_layernorm", "self_attn", "mlp"), "post_attention_layernorm", "self_attn", "mlp"),
+    (("post_attention_layernorm", "linear_attn", "mlp"), "post_attention_layernorm", "linear_attn", "mlp"),
+    (("final_layer_norm", "fc2"), "final_layer_norm", "self_attn", "fc2"),
+    (("ln_2", "attn", "mlp"), "ln_2", "attn", "mlp"),
+    (("post_attention_layernorm", "attention", "mlp"), "post_attention_layernorm", "attention", "mlp"),
+    # Bloom's attention and MLP return the sum with the stream, their last projections what is added to it.
+    (("post_attention_layernorm", "self_attention.query_key_value", "mlp.gelu_impl"), "post_attention_layernorm",
+     "self_attention.dense", "mlp.dense_4h_to_h"),
+    (("post_attention_layernorm", "self_attention"), "post_attention_layernorm", "self_attention", "mlp"),
+    (("self_attention", "mlp"), "", "self_attention", "mlp"),
+    (("self_attn", "mlp"), "", "self_attn", "mlp"),
+    (("attn", "mlp"), "", "attn", "mlp"),
+    (("norm", "mixer"), "", "mixer", "mixer"),
+)
 
 
 def blocks(model: PreTrainedModel) -> nn.ModuleList:
@@ -29,26 +55,21 @@ def blocks(model: PreTrainedModel) -> nn.ModuleList:
     raise AttributeError(f"no block list in {type(model).__name__}")
 
 
-def _child(block: nn.Module, names: Iterable[str]) -> nn.Module:
-    return next(getattr(block, name) for name in names if hasattr(block, name))
+def _has(block: nn.Module, path: str) -> bool:
+    try:
+        block.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
 
 
 def _site(block: nn.Module, kind: str) -> tuple[nn.Module, str]:
     """The module whose input or output is the point, by each family's documented structure."""
-    sandwich = hasattr(block, "pre_feedforward_layernorm")
-    match kind:
-        case "resid_pre":
-            return block, "in"
-        case "resid_post":
-            return block, "out"
-        case "resid_mid":
-            names = ("pre_feedforward_layernorm",) if sandwich else ("ln_2", "final_layer_norm", "post_attention_layernorm")
-            return _child(block, names), "in"
-        case "attn_out":
-            return _child(block, ("post_attention_layernorm",) if sandwich else _ATTENTION), "out"
-        case "mlp_out":
-            return _child(block, ("post_feedforward_layernorm",) if sandwich else _MLP), "out"
-    raise KeyError(kind)
+    if kind in ("resid_pre", "resid_post"):
+        return block, "in" if kind == "resid_pre" else "out"
+    mid, attn, mlp = next(row[1:] for row in _STRUCTURES if all(_has(block, child) for child in row[0]))
+    name, side = {"resid_mid": (mid, "in"), "attn_out": (attn, "out"), "mlp_out": (mlp, "out")}[kind]
+    return block.get_submodule(name), side
 
 
 @dataclass

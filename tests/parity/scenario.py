@@ -16,6 +16,7 @@ from parity import reference
 TIGHT = dict(max_model_len=256, max_num_batched_tokens=64, max_num_seqs=8, max_captured_tokens=48, block_size=32,
  num_gpu_blocks_override=12, enable_prefix_caching=True, disable_log_stats=False)
 NEW_TOKENS = 40
+_INSTEAD = {"resid_mid": ("attn_out",), "attn_out": ("resid_mid",)}  # where a family lacks a point
 
 
 @dataclass(frozen=True)
@@ -37,22 +38,22 @@ def requests(session: mia.Session, dose: float = 0.7, seed: int = 0) -> list[Req
     bos = session.tokenizer.bos_token_id
     long = [bos, *torch.randint(low, high, (139,), generator=draw).tolist()]
     short = [bos, *torch.randint(low, high, (40,), generator=draw).tolist()]
-    tapped = {p.kind for p in session.tapped}
+    tapped = set(session.tapped)
 
     def add(kind: str, layer: int, where: Any = CONTENT) -> mia.Add:
+        kind = next(k for k in (kind, *_INSTEAD.get(kind, ()), "resid_post") if Point(k, layer) in tapped)
         vector = torch.randn(session.d_model, generator=draw)
         unit = units["resid_pre" if kind == "resid_pre" else "resid_post"]
         return mia.Add(vector / vector.norm() * unit[layer] * dose, 1.0, [layer], kind, where)
 
     last = session.n_layers - 1
-    mid = "resid_mid" if "resid_mid" in tapped else "attn_out"
     return [
         Request(long, [add("resid_post", 1)]),
         Request(long, []),
-        Request(long, [add("resid_pre", 0, mia.prompt()), add(mid, 2, mia.generated())]),
+        Request(long, [add("resid_pre", 0, mia.prompt()), add("resid_mid", 2, mia.generated())]),
         Request(long[:100], [add("attn_out", 1, mia.window(70)), add("mlp_out", last, mia.generated())]),
         Request(long[:100] + short[1:], [add("mlp_out", 0, mia.positions([3, 50, 77, -1]))]),
-        Request(short, [add(mid, 1), add("resid_post", 1), add("resid_post", last)]),
+        Request(short, [add("resid_mid", 1), add("resid_post", 1), add("resid_post", last)]),
         Request(short, []),
         Request(short[:9], [add("resid_post", 0, mia.generated()), add("resid_post", 0, mia.last())]),
     ]

@@ -74,7 +74,8 @@ def test_gates_and_schedules(session: mia.Session, model: Any) -> None:
                     gate = mia.Gate([one, two], rule=rule, over=over, **{side: level})
                     edits.append([mia.Add(animals.vector(place), 1.0, layers=[place.layer], when=gate)])
     edits.append([animals.edits(place, when=mia.After([7, 9, *range(100, 160)]))["clamp"]])
-    edits.append([animals.edits(place, schedule=mia.Decay(5.0))["add"], animals.edits(place, schedule=mia.Decay(3), where=mia.generated())["blend"]])
+    edits.append([animals.edits(place, schedule=mia.Decay(5.0))["add"],
+                  animals.edits(place, schedule=mia.Decay(3), where=mia.generated())["blend"]])
     edits.append([animals.edits(Point("resid_post", 0), where=mia.generated(3))["replace"]])
     outcomes = check(session, model, [scenario.Request(ids, mine) for ids, mine in zip(prompts(session, len(edits), 1), edits)])
     assert len({tuple(o.ids[-12:]) for o in outcomes}) > 10

@@ -16,11 +16,11 @@ import tiny
 import torch
 
 import mia_lab as mia
+from mia_lab import selectors
 from mia_lab.engine.wire import Take
 from mia_lab.launch import EngineRows
 from mia_lab.points import Point
 from mia_lab.prompts import Prompts
-from mia_lab import selectors
 from parity import reference, scenario, zoo
 
 pytestmark = pytest.mark.full
@@ -62,7 +62,8 @@ class Drawer:
         return Draw(ids, edits, takes)
 
     def _rows(self, n: int) -> tuple:
-        return self.random.choice([((0, None),), ((n - 1, n),), ((n, None),), ((0, n),), ((n // 2, n + 4),), ((0, 1), (n // 2, n // 2 + 1))])
+        some = ((0, 1), (n // 2, n // 2 + 1))
+        return self.random.choice([((0, None),), ((n - 1, n),), ((n, None),), ((0, n),), ((n // 2, n + 4),), some])
 
     def _edit(self, n: int) -> mia.Edit:
         r = self.random
@@ -164,7 +165,8 @@ def test_each_request_is_what_it_is_alone(open_tiny: Callable[..., Any], models:
     found = [(*worst(session, draw, model), draw) for draw in done]
     row, logprob = max(f[0] for f in found), max(f[1] for f in found)
     preempted = scenario.preemptions(session) - preempted
-    print(f"{family} {seed}: {len(done)} of {len(draws)} finished, {preempted} preempted, worst row {row:.2e}, log-probability {logprob:.2e}")
+    print(f"{family} {seed}: {len(done)} of {len(draws)} finished, {preempted} preempted, worst row {row:.2e}, "
+          f"log-probability {logprob:.2e}")
     assert len(done) < len(draws)
     assert preempted > 0
     assert row <= 1e-5, max(found, key=lambda f: f[0])[2]

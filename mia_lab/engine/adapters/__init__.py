@@ -49,3 +49,9 @@ def adapter_for(runner: Any) -> Adapter:
 def takes(method: Any, *names: str) -> bool:
     """Whether a bound method's first parameters are `names`: private API is hooked only where it is as expected."""
     return list(inspect.signature(method).parameters)[: len(names)] == list(names)
+
+
+def without_lora(runner: Any, rows: int) -> None:
+    """Set a LoRA engine to run the next `rows` rows of a forward outside of its loop without an adapter."""
+    if getattr(runner, "lora_config", None) is not None:
+        runner._set_active_loras((0,) * rows, (0,) * rows, set())
