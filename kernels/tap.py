@@ -262,8 +262,9 @@ def read_reference(x: Tensor, residual: Tensor | None, rows: Tensor, index: Tens
     wide: the values are stored as float32, whatever the arena's type.
     """
     flat = x.view(-1, x.shape[-1])
+    other = None if residual is None else residual.view(flat.shape)
     for side in (0, 1):
-        _capture(flat, residual, rows[: len(flat)], offsets[:, side], arena, wide)
+        _capture(flat, other, rows[: len(flat)], offsets[:, side], arena, wide)
 
 
 _TABLES = "Tensor rows, Tensor index, Tensor words, Tensor numbers, Tensor bank, Tensor offsets, Tensor(b!) arena"

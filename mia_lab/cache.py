@@ -56,7 +56,8 @@ class Batch:
 
 class ActivationCache:
     """Maps points to lazy tensors `[batch pos d_model]` (heads: `[batch pos head d_head]`), right-padded with NaN;
-    `mask [batch pos]` is True on real rows.
+    `mask [batch pos]` is True on real rows. `cache["pattern", 3]` is `[batch head pos pos]`, rebuilt on the device from
+    captured q and k: for a few rows of a long prompt, `Session.capture(..., "pattern")` is the smaller thing to ask for.
 
     `cache["resid_post", 3]`, `cache["blocks.3.hook_resid_post"]` and `cache["model.layers.3.output"]` are one tensor;
     `cache[i]` is prompt i alone, unpadded. Generated positions follow the prompt's: `n_prompt[i]` marks the border.
@@ -94,15 +95,15 @@ class ActivationCache:
         if isinstance(key, int) and not isinstance(key, bool):
             return PromptView(self, range(len(self.n_prompt))[key])
         point = self._batch.point(key)
-        if point.kind == "logits" and self._logits is not None:
-            return self._logits
-        if point not in self._held and point.kind == "pattern":
-            heads, width = self._batch.shapes[Point("q", point.layer)][0], self.mask.shape[1]
-            shape = (len(self.n_prompt), heads, width, width)
-            self._held[point] = LazyTensor(partial(self.pattern, point.layer), shape, torch.float32, str(point))
-        if point not in self._points and point not in self._held:
+        if not self._has(point):
             raise undeclared(str(point), self._points)
-        if point not in self._held:
+        if point.kind == "logits":
+            return self._logits
+        if point not in self._held and point.kind in DERIVED:
+            width = max(self._batch.n_positions)
+            shape = (len(self.n_prompt), self._batch.shapes[Point("q", point.layer)][0], width, width)
+            self._held[point] = LazyTensor(partial(_attention, self._source, self._batch, point), shape, torch.float32, str(point))
+        elif point not in self._held:
             shape = (len(self.n_prompt), max(self._batch.n_positions), *self._batch.shapes[point])
             load = partial(_padded, self._source, self._batch, point)
             self._held[point] = LazyTensor(load, shape, self._batch.dtypes[point], str(point))
@@ -121,21 +122,6 @@ class ActivationCache:
         for i, (n, (w, e)) in enumerate(zip(self._batch.n_positions, found)):
             weights[i, :n], ids[i, :n] = w[:n], e[:n]
         return weights, ids
-
-    def pattern(self, layer: int) -> torch.Tensor:
-        """Return the attention of a block, `[batch head pos pos]` float32, padded with NaN: rebuilt on the device from the
-        captured queries and keys. pos x pos x head floats a prompt: for a few rows, use `Session.capture(..., "pattern")`."""
-        point = self._batch.point(("pattern", layer))
-        lacking = [Point(kind, point.layer) for kind in DERIVED["pattern"] if Point(kind, point.layer) not in self._points]
-        if lacking or self._source is None:
-            raise undeclared(str(lacking[0] if lacking else point), self._points)
-        at = [list(range(n)) for n in self._batch.n_positions]
-        found = self._source.pattern(point, range(len(at)), at)
-        width = self.mask.shape[1]
-        out = torch.full((len(at), found[0].shape[1], width, width), float("nan"))
-        for i, rows in enumerate(found):  # [pos head key]
-            out[i, :, : rows.shape[0], : rows.shape[2]] = rows.transpose(0, 1)
-        return out
 
     def keys(self) -> list[str]:
         """The TransformerLens names held, in order of layer."""
@@ -157,9 +143,17 @@ class ActivationCache:
 
     def __contains__(self, key: object) -> bool:
         try:
-            return self._batch.point(key) in self._points
+            return self._has(self._batch.point(key))
         except PointError:
             return False
+
+    def _has(self, point: Point) -> bool:
+        if point in self._points or point in self._held:
+            return True
+        if point.kind == "logits":
+            return self._logits is not None
+        return self._source is not None and point.kind in DERIVED and all(
+            Point(kind, point.layer) in self._points for kind in DERIVED[point.kind])
 
     def fetch(self) -> ActivationCache:
         """Bring every value here, so that the cache outlives its session; returns the cache."""
@@ -205,6 +199,16 @@ def _padded(source: RowSource, batch: Batch, point: Point) -> torch.Tensor:
             absent = sorted(set(range(n)) - set(positions.tolist()))
             raise MissingRowsError(f"{point} of prompt {i} lacks positions {absent[:5]} of {n}: they were never computed")
         out[i, :n] = values[kept]
+    return out
+
+
+def _attention(source: RowSource, batch: Batch, point: Point) -> torch.Tensor:
+    """Rebuild `[batch head pos pos]` float32, padded with NaN, from captured queries and keys."""
+    at = [list(range(n)) for n in batch.n_positions]
+    found = source.pattern(point, range(len(at)), at)
+    out = torch.full((len(at), found[0].shape[1], max(batch.n_positions), max(batch.n_positions)), float("nan"))
+    for i, rows in enumerate(found):  # [pos head key]
+        out[i, :, : rows.shape[0], : rows.shape[2]] = rows.transpose(0, 1)
     return out
 
 

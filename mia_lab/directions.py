@@ -83,7 +83,8 @@ def basis_of(vectors: Basis, layers: Sequence[int] | int | None,
 def whole(layers: Sequence[int] | int, what: str = "layer") -> tuple[int, ...]:
     """Return layers (or heads) as distinct integers; EditError when they are not."""
     try:
-        found = tuple(index(layer) for layer in (layers if isinstance(layers, Iterable) else [layers]))
+        single = not isinstance(layers, Iterable) or getattr(layers, "ndim", 1) == 0
+        found = tuple(index(layer) for layer in ([layers] if single else layers))
     except TypeError:
         raise EditError(f"{what}s={layers!r} are not integers") from None
     if len(set(found)) != len(found) or not found:

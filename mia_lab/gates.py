@@ -3,10 +3,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import index
 
 import torch
 
+from .directions import number, whole
 from .errors import EditError
 from .points import Point, kind_of
 
@@ -37,7 +37,8 @@ class Probe:
             direction = direction / direction.norm()
         object.__setattr__(self, "direction", direction)
         object.__setattr__(self, "mean", None if self.mean is None else _vector(self.mean, "mean"))
-        object.__setattr__(self, "layer", index(self.layer))
+        object.__setattr__(self, "layer", whole(self.layer)[0])
+        object.__setattr__(self, "bias", number(self.bias, "the bias of a probe"))
         if self.mean is not None and self.mean.shape != direction.shape:
             raise EditError(f"the mean has width {len(self.mean)}, the direction {len(direction)}")
 
@@ -77,6 +78,7 @@ class Gate:
             raise EditError("a gate reads one or more mia.Probe")
         if (self.above is None) == (self.below is None):
             raise EditError("a gate needs a threshold on one side: above=... or below=...")
+        number(self.above if self.below is None else self.below, "the threshold of a gate")
         if self.rule not in RULES or self.over not in OVER:
             raise EditError(f"rule is one of {', '.join(RULES)} and over one of {', '.join(OVER)}; "
                             f"got {self.rule!r} and {self.over!r}")

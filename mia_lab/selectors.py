@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from .engine.wire import Span
@@ -35,6 +36,8 @@ class Selector:
 
     def spans(self, prompt: Context) -> list[Span]:
         """Return the disjoint, ascending spans that the rule selects in a request with this prompt; EditError when it cannot."""
+        if self.rule not in _RULES:
+            raise EditError(f"there is no selector {self.rule!r}")
         return [(a, None if b >= ENDLESS else b) for a, b in _RULES[self.rule](prompt, *self.args)]
 
     def __and__(self, other: Selector) -> Selector:
@@ -84,14 +87,16 @@ def _special(prompt: Context) -> Run:
 
 
 def _span(prompt: Context, text: str, occurrence: int) -> Run:
-    ends = [len(prompt.tokenizer.decode(prompt.ids[:i])) for i in range(prompt.n + 1)]
     whole = prompt.tokenizer.decode(prompt.ids)
     starts = [i for i in range(len(whole)) if whole.startswith(text, i)]
     if not -len(starts) <= occurrence < len(starts):
         raise EditError(f"the text {text!r} occurs {len(starts)} times in the prompt; occurrence {occurrence} was asked for")
     low = starts[occurrence]
-    high = low + len(text)
-    return merge([(i, i + 1) for i in range(prompt.n) if ends[i] < high and ends[i + 1] > low])
+    prefixes = [prompt.tokenizer.decode(prompt.ids[:i]) for i in range(prompt.n + 1)]
+    # Tokens that share a character have no border between them: the text of a prefix that ends there is not one of the whole.
+    borders = [i for i, prefix in enumerate(prefixes) if whole.startswith(prefix)]
+    groups = [(a, b) for a, b in pairwise(borders) if len(prefixes[a]) < low + len(text) and len(prefixes[b]) > low]
+    return merge(groups)
 
 
 def _role(prompt: Context, name: str) -> Run:
@@ -207,7 +212,10 @@ def special() -> Selector:
 
 
 def span(text: str, occurrence: int = 0) -> Selector:
-    """The prompt's tokens that overlap a text in it, its first occurrence or another; -1 is the last."""
+    """The prompt's tokens that overlap a text in it, its first occurrence or another; -1 is the last.
+
+    Decodes each beginning of the prompt: about a second for a thousand tokens.
+    """
     if not text:
         raise EditError("span() needs a text")
     return Selector("span", (text, int(occurrence)))

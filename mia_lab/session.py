@@ -54,7 +54,9 @@ class Session:
         self.n_layers: int = config.model_config.hf_text_config.num_hidden_layers
         self.d_model: int = config.model_config.get_hidden_size()
         self.edit_kinds = tuple(edits)
-        self._scopes: list[list[Edit]] = [[]]  # the defaults, then open scopes
+        self._defaults: list[Edit] = []
+        self._scopes: list[list[Edit]] = []
+        self._muted = 0  # open `unsteered` blocks
         self._units: dict[str, torch.Tensor] = {}
         asked = EngineOptions(*_declare(points, self.n_layers), self.edit_kinds, max_captured_tokens or 0)
         refuse_unsupported(config, Sizes.of(config, asked))  # before minutes of loading; the engine checks again
@@ -181,23 +183,25 @@ class Session:
         try:
             yield
         finally:
-            self._scopes = [self._scopes[0], *(other for other in self._scopes[1:] if other is not scope)]
+            self._scopes = [other for other in self._scopes if other is not scope]
 
     @contextmanager
     def unsteered(self) -> Iterator[None]:
         """Suspend every open `steer` scope, and the default edits, inside the `with` block."""
-        scopes, self._scopes = self._scopes, [[]]
+        scopes, self._scopes = self._scopes, []
+        self._muted += 1
         try:
             yield
         finally:
             self._scopes = scopes
+            self._muted -= 1
 
     def default(self, edits: Sequence[Edit]) -> None:
         """Set the edits that act on everything from now on, before those of scopes and calls; `[]` ends them."""
         edits = list(edits)
         for edit in edits:
             self._submit.check(edit)
-        self._scopes = [edits, *self._scopes[1:]]
+        self._defaults = edits
 
     def vector(self, pairs: Iterable, *, method: str = "mean_diff", point: str = "resid_post", at: Any = -1) -> Vector:
         """Fit a steering Vector over all tapped layers from (positive, negative) prompts, read at position `at`.
@@ -211,7 +215,9 @@ class Session:
         positive, negative = read_pairs(pairs)
         chosen = select(point, self._points, self.n_layers)
         rows = self.capture([*positive, *negative], point, at=at).float()
-        if rows.ndim == 4:  # [prompt layer pos d_model]: one row a prompt, the mean over its positions
+        one = isinstance(at, int) and not isinstance(at, bool)
+        rows = rows.flatten(2 if one else 3)  # heads side by side
+        if not one:  # [prompt layer pos d]: one row a prompt, the mean over its positions
             lengths = [len(prompts_.resolve_at(at, len(ids))) for ids in self._read([*positive, *negative]).ids]
             rows = torch.stack([row[:, :n].mean(1) for row, n in zip(rows, lengths)])
         raw = mean_difference(rows[: len(positive)], rows[len(positive):])
@@ -297,7 +303,7 @@ class Session:
     def _run(self, read: Prompts, edits: Any, params: dict[str, Any],
              takes: Sequence[Sequence[Take]] = (), reduce: Reduce | None = None,
              matrices: dict[str, torch.Tensor] | None = None) -> tuple[list, EngineRows]:
-        scoped = [edit for scope in self._scopes for edit in scope]
+        scoped = [edit for scope in ([] if self._muted else self._defaults, *self._scopes) for edit in scope]
         edits = [[*scoped, *mine] for mine in per_prompt(edits, len(read.ids))]
         return self._submit.run(read, edits, params, takes, reduce, matrices or {})
 

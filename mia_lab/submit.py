@@ -94,7 +94,7 @@ class Submitter:
         vectors: dict[str, torch.Tensor] = {}
         compiled: dict[tuple, Compiled] = {}  # requests that ask the same are compiled once
         for i, ids in enumerate(read.ids):
-            key = tuple(map(id, edits[i])), tuple(ids)
+            key = tuple(map(id, edits[i])), tuple(ids), id(read.messages[i])
             if key not in compiled:
                 compiled[key] = self.compile(edits[i], self.context(read, i))
                 vectors |= compiled[key].vectors
@@ -113,9 +113,9 @@ class Submitter:
         distinct = {spec: {s.terms for s in segments(spec) if s.terms} for spec in rows}
         pieces = sorted((len(found) for found in distinct.values()), reverse=True)[:together]
         lines = sorted((sum(map(len, found)) for found in distinct.values()), reverse=True)[:together]
-        if sum(pieces) > facts["programs"] or sum(lines) > facts["terms"]:
+        if sum(pieces) > facts["programs"] or sum(lines) > facts["terms"] // 2:
             raise EditError(f"these edits change {sum(pieces)} times along the positions of the requests that run together, in "
-                            f"{sum(lines)} terms; the engine holds {facts['programs']} and {facts['terms']}. Use fewer selectors or "
+                            f"{sum(lines)} terms; the engine holds {facts['programs']} and {facts['terms'] // 2}. Use fewer selectors or "
                             f"prompts, or a larger max_num_seqs")
         plans = {s.takes for spec in rows for s in segments(spec) if s.takes}
         plans = {tuple((take.site, take.before) for take in takes) for takes in plans}
@@ -159,7 +159,7 @@ def per_prompt(edits: Any, n: int) -> list[list[Edit]]:
     if isinstance(edits, Edit):
         return [[edits] for _ in range(n)]
     edits = list(edits)
-    if edits and all(isinstance(edit, Edit) for edit in edits):
+    if all(isinstance(edit, Edit) for edit in edits):
         return [edits for _ in range(n)]
     if len(edits) != n or not all(e is None or isinstance(e, (list, tuple)) for e in edits):
         raise EditError(f"edits is one list of edits for all prompts, or a list with one list (or None) for each of the {n} prompts")

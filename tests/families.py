@@ -99,5 +99,13 @@ LACKS: dict[str, dict[str, tuple[int, ...]]] = {
     "mamba2": {"resid_mid": _ALL, "attn_out": _ALL, "mlp_out": _ALL},
 }
 
-# The kinds of point that vLLM has and Hugging Face's modules do not show.
-UNNAMED: dict[str, tuple[str, ...]] = {}
+# The kinds of point that vLLM has and Hugging Face's modules do not show: attention that calls no function to spy on, ...
+_HEADS = ("q", "k", "v", "z")
+UNNAMED: dict[str, tuple[str, ...]] = {
+    "gptj": _HEADS,
+    "falcon": _HEADS,
+    "stablelm": _HEADS,
+    "falcon_h1": _HEADS,
+    "nemotron_h": _HEADS,
+    "llama4": ("q", "k"),  # ... or heads whose dimensions vLLM keeps in another order
+}

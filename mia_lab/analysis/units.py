@@ -59,7 +59,7 @@ def neutral_rows(session: Session, point: str) -> tuple[tuple[int, ...], torch.T
     layers = tuple(p.layer for p in select(point, session.tapped, session.n_layers))
     with session.unsteered():
         rows = session.capture(ids, point, at=slice(int(session._has_bos(ids[0])), None)).float()  # [prompt layer pos d_model]
-    flat = rows.transpose(1, 2).flatten(0, 1)
+    flat = rows.flatten(3).transpose(1, 2).flatten(0, 1)  # heads side by side
     return layers, flat[~flat[:, 0, 0].isnan()]
 
 

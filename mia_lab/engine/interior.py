@@ -72,7 +72,7 @@ def add(layout: Layout, blocks: list[nn.Module], attention: set[nn.Module], seen
     for layer, block in enumerate(blocks):
         inside = list(block.modules())
         _heads(layout, layer, [m for m in attention if m in inside])
-        _router(layout, layer, inside)
+        _router(layout, layer, inside, seen)
         sources = {kind: _source(layout, layer, kind, block, seen) for kind in ("attn_out", "mlp_out")}
         for kind, source in sources.items():
             if source is None or source is layout.places[kind, layer].module:
@@ -103,13 +103,21 @@ def _heads(layout: Layout, layer: int, attention: list[nn.Module]) -> None:
     layout.put("z", layer, module, Within(), (module.num_heads, value_size))
 
 
-def _router(layout: Layout, layer: int, inside: list[nn.Module]) -> None:
+def _router(layout: Layout, layer: int, inside: list[nn.Module], seen: dict[nn.Module, Seen]) -> None:
     for module in inside:
         names = list(inspect.signature(type(module).forward).parameters)[1:]
-        if "router_logits" in names and hasattr(getattr(module, "router", None), "select_experts"):
+        if "router_logits" not in names or not hasattr(getattr(module, "router", None), "select_experts"):
+            continue
+        experts, gate = module.moe_config.num_experts, getattr(module, "gate", None)
+        gates = [m for m in inside if m in seen and seen[m].gave is not None and seen[m].gave.shape[-1] == experts]
+        if gate in gates:  # the layer of experts runs it, and is given something else in place of logits
+            layout.put("router", layer, gate, After(seen[gate].is_tuple, edits=False, wide=True), (experts,))
+        elif gate is None and gates:
             place = Before(Arg(names.index("router_logits"), "router_logits"), edits=False, wide=True)
-            layout.put("router", layer, module, place, (module.moe_config.num_experts,))
-            return
+            layout.put("router", layer, module, place, (experts,))
+        else:
+            layout.lack("router", layer, "its logits are computed together with something else")
+        return
     layout.lack("router", layer, "the block routes to no experts")
 
 

@@ -178,7 +178,6 @@ class Router:
         cuts = segments(spec)
         found = _Segments(np.array([cut.start for cut in cuts], np.int64), np.full(len(cuts), NEUTRAL),
                           np.full(len(cuts), NEUTRAL), [], [])
-        first = _first_measures(spec)
         try:
             for i, cut in enumerate(cuts):
                 if cut.takes:
@@ -187,7 +186,8 @@ class Router:
                     found.kept.append(plan)
                     self._strides[place] = self._tables.plans[place].stride
                 if cut.terms:
-                    program = tuple(self._line(term, spec, term in first) for term in cut.terms)
+                    first = _first_measures(cut.terms)
+                    program = tuple(self._line(term, spec, n in first) for n, term in enumerate(cut.terms))
                     found.programs[i] = self._tables.take_program(program)
                     found.held.append(program)
         except BaseException:
@@ -228,7 +228,7 @@ class Router:
             self._events[self._turn].record()
 
 
-def _first_measures(spec: Spec) -> set[Term]:
-    """Return the measure of each gate that the forward pass comes to first."""
-    measures = [term for term in spec.terms if term.op == "measure"]
-    return {min((term for term in measures if term.gate == gate), key=depth) for gate in {term.gate for term in measures}}
+def _first_measures(terms: Sequence[Term]) -> set[int]:
+    """Return where in `terms` each gate's measure stands that the forward pass comes to first."""
+    measures = sorted((n for n, term in enumerate(terms) if term.op == "measure"), key=lambda n: depth(terms[n]))
+    return set({terms[n].gate: n for n in reversed(measures)}.values())

@@ -50,10 +50,15 @@ class Before:
 
 @dataclass(frozen=True, slots=True)
 class After:
-    """Tap what the module returns: its tensor, or the first of its tuple, plus the second where `pair`."""
+    """Tap what the module returns: its tensor, or the first of its tuple, plus the second where `pair`.
+
+    edits, wide: as in Before.
+    """
 
     is_tuple: bool = False
     pair: bool = False
+    edits: bool = True
+    wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +102,21 @@ def _forward(inner: Callable[..., Any], sides: tuple[Side, ...]) -> Callable[...
             x = side.x.pick(args, kwargs)
             if x is not None:  # a layer that shares another's keys gets none
                 residual = None if side.residual is None else side.residual.pick(args, kwargs)
-                if side.edits:
-                    tap_(x, residual, *self.mia_tables[i])
-                else:
-                    read_(x, residual, *self.mia_tables[i], wide=side.wide)
+                _call(side, x, residual, self.mia_tables[i])
         out = inner(self, *args, **kwargs)
         for i, side in afters:
             x = out[0] if side.is_tuple else out
-            tap_(x, out[1] if side.pair else None, *self.mia_tables[i])
+            _call(side, x, out[1] if side.pair else None, self.mia_tables[i])
         return out
 
     return forward
+
+
+def _call(side: Before | After, x: torch.Tensor, residual: torch.Tensor | None, tables: tuple[torch.Tensor, ...]) -> None:
+    if side.edits:
+        tap_(x, residual, *tables)
+    else:
+        read_(x, residual, *tables, wide=side.wide)
 
 
 def _wrap_kernel(impl: Any, tables: tuple[torch.Tensor, ...]) -> None:

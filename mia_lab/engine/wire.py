@@ -159,7 +159,7 @@ def _parse(body: str) -> Spec:
     try:
         spec = Spec(tuple(map(_term, data["terms"])),
                     tuple(Take(_text(k), _index(n), _spans(s), _truth(b)) for k, n, s, b in data["takes"]),
-                    tuple(map(_gate, data["gates"])), data["reduce"] and _reduce(data["reduce"]))
+                    tuple(map(_gate, data["gates"])), None if data["reduce"] is None else _reduce(data["reduce"]))
     except (KeyError, TypeError) as error:
         raise ValueError(f"the spec is malformed: {error!r}") from None
     _check(spec)
@@ -167,13 +167,15 @@ def _parse(body: str) -> Spec:
 
 
 _READERS = {"op": lambda v: _choice(v, OPS), "kind": lambda v: _text(v), "layer": lambda v: _index(v), "spans": lambda v: _spans(v),
-            "read": lambda v: v and _text(v), "write": lambda v: v and _text(v), "gate": lambda v: _index(v),
+            "read": lambda v: _text(v), "write": lambda v: _text(v), "gate": lambda v: _index(v),
             "columns": lambda v: tuple(map(_index, v)), "origin": lambda v: _index(v), "aligned": lambda v: _index(v),
             **dict.fromkeys(("coeff", "slope", "offset", "low", "high", "rate", "threshold"), lambda v: _number(v)),
             **dict.fromkeys(("fresh", "cosine", "vote"), lambda v: _truth(v))}
 
 
-def _term(data: dict) -> Term:
+def _term(data: object) -> Term:
+    if not isinstance(data, dict):
+        raise ValueError(f"a term is an object, not {data!r}")
     return Term(**{name: _READERS[name](value) for name, value in data.items()})
 
 
@@ -206,6 +208,8 @@ def _check(spec: Spec) -> None:
             raise ValueError(f"{term.op} needs a vector to write")
         if len(term.columns) != 2:
             raise ValueError("columns are a pair")
+        if term.op == "measure" and (term.rate or not term.coeff):
+            raise ValueError("a reading has a sign and no schedule")
         if term.rate > 0 or (term.rate and any(a < term.origin for a, _ in term.spans)):
             raise ValueError("a schedule never grows, and begins no later than its edit")
         if term.aligned and not all(term.origin <= a and b is not None and b <= term.origin + term.aligned for a, b in term.spans):

@@ -115,7 +115,8 @@ class Lab:
     @torch.inference_mode()
     def experts(self, uids: Sequence[str], layer: int) -> list[tuple[int, bytes, bytes]]:
         """Return per request how many experts a row has, their float32 weights and int64 ids, for each captured row."""
-        router = self._layout.places["router", layer].module.router
+        place = self._layout.places["router", layer].module
+        router = next(m.router for m in self._model.modules() if getattr(m, "gate", None) is place or m is place if hasattr(m, "router"))
         found = []
         for uid in uids:
             logits = self._rows(uid, "router", layer)[1].to(self._tables.device)

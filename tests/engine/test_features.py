@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from parity import reference, zoo
 from safetensors.torch import save_file
 
 import mia_lab as mia
 from mia_lab.errors import UnsupportedError
 from mia_lab.points import Point
-from parity import reference, zoo
 
 pytestmark = pytest.mark.full
 CUDA = torch.cuda.is_available()

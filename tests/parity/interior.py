@@ -18,7 +18,7 @@ from mia_lab.points import Point
 HEADS = ("q", "k", "v", "z", "pattern")
 _DOWN = ("down_proj", "c_proj", "fc2", "dense_4h_to_h", "fc_out", "w2", "fc_2")
 _NORMS = ("model.norm", "transformer.ln_f", "model.decoder.final_layer_norm", "model.final_layernorm", "gpt_neox.final_layer_norm",
-          "backbone.norm_f", "model.language_model.norm", "transformer.norm_f", "model.final_layer_norm")
+          "backbone.norm_f", "model.language_model.norm", "transformer.norm_f", "model.final_layer_norm", "model.norm_f")
 _EMBEDDINGS = ("transformer.wte", "model.decoder.embed_tokens")  # whose models add learned positions
 
 Touch = Callable[[Point, Tensor], None]

@@ -109,7 +109,9 @@ def compare(outcomes: list[Outcome], model: Any, points: tuple[Point, ...], shap
         alike = any(isinstance(edit, (mia.Replace, mia.Clamp, mia.Ablate, mia.Scale)) for edit in outcome.request.edits)
         clean = reference.run(model, outcome.ids[:-1], points)[1] if alike else {}
         for point in points:
-            floor = float(reference.centred(clean[point].double())[1:].mean()) if alike else 0.0
+            few = values[point].shape[1] < 16  # a router's row of a few numbers may lie close to the mean by chance
+            typical = clean[point] if alike else values[point]
+            floor = float(reference.centred(typical.double())[1:].mean()) if alike or few else 0.0
             worst_row = max(worst_row, float(reference.row_errors(outcome.rows[point].float(), values[point], floor).max()))
         theirs = logits.log_softmax(-1)[n_prompt - 1:]
         chosen = theirs[torch.arange(len(theirs)), torch.tensor(outcome.ids[n_prompt:])]
