@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 # rows, int32: what a row of the batch does. -1 in PROGRAM and PLAN is neutral.
-PROGRAM, PLAN, BASE, POSITION, SLOT = range(5)
-ROW_COLUMNS = 5
+PROGRAM, PLAN, BASE, POSITION, SLOT, HISTORY = range(6)
+ROW_COLUMNS = 6
 
 # words, int32, one line a term.
 OP, READ, WRITE, GATE, FIRST_COLUMN, LAST_COLUMN, ORIGIN, FLAGS = range(8)
@@ -19,7 +19,8 @@ FEATURE = 3  # value += coeff * (low - jumprelu(p + offset)) * WRITE, the unit f
 SCALE = 4  # value += coeff * what the term sees, on its columns
 RENORM = 5  # value *= norm of what the term sees / norm of value
 MEASURE = 6  # value stays; the row's accumulator of GATE takes the reading
-OPS = ("add", "affine", "clip", "feature", "scale", "renorm", "measure")
+BIAS = 7  # attention: coeff is added to the scores of the keys in [FIRST_COLUMN, LAST_COLUMN), or is their share where slope is set
+OPS = ("add", "affine", "clip", "feature", "scale", "renorm", "measure", "bias")
 
 # FLAGS.
 FRESH = 1  # the term, and those after it, see the value as it is now; without it, what the term before it saw

@@ -26,7 +26,7 @@ def tap_reference(x: Tensor, residual: Tensor | None, rows: Tensor, index: Tenso
     """Apply the tap in place with plain torch operators, on any device.
 
     x `[..., d]`: the half of the stream that is edited; residual `[..., d]` or None: the other half.
-    rows int32 `[tokens 5]`; index int32 `[programs 2]`: first term and how many; words int32 and numbers float32
+    rows int32 `[tokens 6]`; index int32 `[programs 2]`: first term and how many; words int32 and numbers float32
     `[terms 8]`; bank float32 `[vectors width]`, width >= d; offsets int32 `[plans 2]`: before, after; arena `[values]`, flat;
     measures float32 `[tokens gates]`; opens int32 `[slots gates]`. Sums are in float32 and cast once.
     """
@@ -128,8 +128,8 @@ if triton is not None:
     def _program(h0, at, row, rows, index, words, numbers, bank, measures, opens, width, cols, mask,
                  GATES: tl.constexpr, BLOCK: tl.constexpr):
         """Run one row's program on its value `h0`; return what it adds."""
-        position = tl.load(rows + row * 5 + 3)
-        slot = tl.load(rows + row * 5 + 4)
+        position = tl.load(rows + row * 6 + 3)
+        slot = tl.load(rows + row * 6 + 4)
         first = tl.load(index + at * 2)
         count = tl.load(index + at * 2 + 1)
         delta = tl.zeros([BLOCK], dtype=tl.float32)
@@ -200,8 +200,8 @@ if triton is not None:
     def _tap(x, residual, rows, index, words, numbers, bank, offsets, arena, measures, opens, d, width, x_stride, r_stride,
              HAS_RESIDUAL: tl.constexpr, EDITS: tl.constexpr, GATES: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
-        program = tl.load(rows + row * 5)
-        plan = tl.load(rows + row * 5 + 1)
+        program = tl.load(rows + row * 6)
+        plan = tl.load(rows + row * 6 + 1)
         if (program < 0) & (plan < 0):
             return
         before = -1
@@ -216,7 +216,7 @@ if triton is not None:
             return
         cols = tl.arange(0, BLOCK)
         mask = cols < d
-        base = tl.load(rows + row * 5 + 2).to(tl.int64)
+        base = tl.load(rows + row * 6 + 2).to(tl.int64)
         value = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
         other = tl.zeros([BLOCK], dtype=tl.float32)
         if HAS_RESIDUAL:

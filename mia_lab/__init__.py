@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 _HOME = {"Session": "session", "Point": "points", "ActivationCache": "cache", "LazyTensor": "lazy", "Vector": "analysis.vectors",
          "MiaError": "errors",
-         **dict.fromkeys(("Edit", "Add", "Ablate", "Clamp", "Scale", "Replace", "Affine", "ClampFeature"), "edits"),
+         **dict.fromkeys(("Edit", "Add", "Ablate", "Clamp", "Scale", "Replace", "Affine", "ClampFeature", "AttentionBias"), "edits"),
          **dict.fromkeys(("Probe", "Gate", "After", "Decay"), "gates"),
          **dict.fromkeys(("Project", "Norm", "TopK", "SAE", "Mean", "Mass"), "reductions"),
          **dict.fromkeys(("everywhere", "prompt", "generated", "last", "window", "positions", "tokens", "special", "span", "role"),

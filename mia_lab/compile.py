@@ -67,7 +67,7 @@ def compile_edits(edits: Iterable[Edit], prompt: Context, model: Model) -> Compi
             gate = gated[edit.when][0]
             gated[edit.when] = gate, merge(sorted([*gated[edit.when][1], *spans], key=lambda s: s[0]))
         for point, listed in sorted(steps.items()):
-            out.terms += [term for step in listed for term in _terms(step, point, edit, spans, gate, model, out)]
+            out.terms += [term for step in listed for term in _terms(step, point, edit, spans, gate, model, out, prompt)]
     for when, (index, rows) in gated.items():
         wire, read = _gate(when, index, rows, prompt, model, out)
         out.gates.append(wire)
@@ -77,6 +77,9 @@ def compile_edits(edits: Iterable[Edit], prompt: Context, model: Model) -> Compi
     if len(out.gates) > MAX_GATES:
         raise EditError(f"these edits have {len(out.gates)} different gates; one request has {MAX_GATES} at most")
     for segment in segments(Spec(tuple(out.terms))):
+        biased = [t.layer for t in segment.terms if t.op == "bias"]
+        if len(biased) > len(set(biased)):
+            raise EditError(f"two attention biases meet at one layer from position {segment.start} on; only one can act there")
         point, meeting = busiest(segment)
         if meeting > MAX_TERMS:
             raise EditError(f"{meeting} edit terms meet at {Point(*point)} from position {segment.start} on; at most {MAX_TERMS} can")
@@ -92,7 +95,8 @@ def check(edit: Edit, model: Model) -> None:
     for point, steps in edit.steps.items():
         _check_point(point, model)
         for step in steps:
-            _terms(step, point, edit, [(0, None)], -1, model, Compiled())
+            if step.op != "bias":
+                _terms(step, point, edit, [(0, None)], -1, model, Compiled(), Context(()))
 
 
 def _spans(edit: Edit, prompt: Context) -> list[Span]:
@@ -108,8 +112,11 @@ def _spans(edit: Edit, prompt: Context) -> list[Span]:
     return spans
 
 
-def _terms(step: Step, point: Point, edit: Edit, spans: list[Span], gate: int, model: Model, out: Compiled) -> list[Term]:
+def _terms(step: Step, point: Point, edit: Edit, spans: list[Span], gate: int, model: Model, out: Compiled,
+           prompt: Context) -> list[Term]:
     shape = model.shapes[point]
+    if step.op == "bias":
+        return [_bias(step, point, spans, gate, shape[0], prompt)]
     width = prod(shape)
     columns = (0, width)
     if step.head is not None:
@@ -125,6 +132,16 @@ def _terms(step: Step, point: Point, edit: Edit, spans: list[Span], gate: int, m
     return [Term(step.op, point.kind, point.layer, tuple(spans), out.vector(read), out.vector(write), step.coeff, step.slope,
                  step.offset, step.low, step.high, rate, step.threshold, gate, columns, spans[0][0] if rate else origin,
                  len(write) if step.aligned else 0, step.fresh)]
+
+
+def _bias(step: Step, point: Point, spans: list[Span], gate: int, heads: int, prompt: Context) -> Term:
+    keys = [(a, min(prompt.n, ENDLESS if b is None else b)) for a, b in step.keys.spans(prompt) if a < prompt.n]
+    if len(keys) != 1:
+        raise EditError(f"the span of an AttentionBias is one run of the prompt's positions; {step.keys} gives {keys}")
+    if max(step.heads, default=0) >= heads:
+        raise EditError(f"head {max(step.heads)} was named at {point}; there are heads 0 to {heads - 1}")
+    return Term("bias", point.kind, point.layer, tuple(spans), coeff=step.coeff, slope=step.slope, gate=gate, columns=keys[0],
+                heads=step.heads)
 
 
 def _widen(rows: torch.Tensor | None, columns: tuple[int, int], width: int, point: Point) -> torch.Tensor | None:

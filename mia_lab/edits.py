@@ -19,7 +19,7 @@ from .gates import After, Decay, Gate
 from .points import Point, kind_of
 from .selectors import CONTENT, Selector
 
-__all__ = ["Ablate", "Add", "Affine", "Clamp", "ClampFeature", "Directions", "Edit", "Replace", "Scale", "Step", "digest"]
+__all__ = ["Ablate", "Add", "Affine", "AttentionBias", "Clamp", "ClampFeature", "Directions", "Edit", "Replace", "Scale", "Step", "digest"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +41,8 @@ class Step:
     fresh: bool = True
     aligned: bool = False
     head: int | None = None
+    keys: Selector | None = None  # of a bias: the span of keys
+    heads: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -321,3 +323,37 @@ class ClampFeature(Edit):
         value, bias, threshold = (number(x, "a feature's number") for x in (self.value, self.bias, self.threshold))
         step = Step("feature", 1.0, encoder, decoder[None], offset=bias, low=value, threshold=max(threshold, 0.0))
         return dict.fromkeys(_points(self), (step,))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AttentionBias(Edit):
+    """Raise (or lower) the attention that rows pay to a span of the prompt, at all heads or some.
+
+    span: a Selector of the keys, which must resolve to one run of positions. share: the share of attention that the span
+    is to have in each row and head; a row that pays more, or sees nothing of it, stays as it is. bias: nats added to the
+    span's scores instead. Source: Spotlight, arXiv:2505.12025, whose one bias a layer misses its target; here each row's
+    own is exact. Needs Session(..., max_biased_tokens=...): the keys and values of such requests are kept beside the cache.
+    """
+
+    span: Selector
+    share: float | None = None
+    bias: float | None = None
+    layers: Sequence[int] | int | None = None
+    where: Selector = CONTENT
+    heads: Sequence[int] | int | None = None
+    point: str | None = None
+
+    def _lower(self) -> dict[Point, tuple[Step, ...]]:
+        if (self.share is None) == (self.bias is None) or not isinstance(self.span, Selector):
+            raise EditError("AttentionBias takes a span (a Selector) and either share=... or bias=...")
+        if self.point is not None or self.schedule is not None:
+            raise EditError("AttentionBias acts on attention, without a schedule")
+        heads = () if self.heads is None else whole(self.heads, "head")
+        if any(not 0 <= head < 64 for head in heads):
+            raise EditError(f"heads {list(heads)}: only heads 0 to 63 can be named")
+        coeff = number(self.share if self.bias is None else self.bias, "share or bias")
+        if self.bias is None and not 0 < coeff < 1:
+            raise EditError(f"share={coeff} is no share of attention; it lies between 0 and 1")
+        step = Step("bias", coeff, slope=float(self.bias is None), keys=self.span, heads=heads)
+        return {Point("attention", layer): (step,) for layer in whole(self.layers)} if self.layers is not None else dict.fromkeys(
+            _points(self), (step,))

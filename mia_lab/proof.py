@@ -2,17 +2,19 @@
 handed out."""
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from .edits import Ablate, Add, Affine, Clamp, ClampFeature, Edit, Replace, Scale
-from .engine.wire import Take
+from .edits import Ablate, Add, Affine, AttentionBias, Clamp, ClampFeature, Edit, Replace, Scale
+from .engine.wire import ATTENTION, Take
 from .errors import ProofError
 from .launch import EngineRows
 from .points import STREAM, Point
 from .prompts import Prompts
-from .selectors import generated, prompt
+from .selectors import generated, prompt, window
 
 if TYPE_CHECKING:
     from .session import Session
@@ -20,7 +22,17 @@ if TYPE_CHECKING:
 _PROMPT = 6
 
 
-def prove(session: Session) -> None:
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the proof saw of one edit at one point: the relative error of what it moved each kind of row by."""
+
+    point: Point
+    edit: str
+    prefill: float
+    decode: float
+
+
+def prove(session: Session) -> list[Verdict]:
     """Raise ProofError unless each point's rows are there and every edit moves them by exactly what its formula says.
 
     One request a point, in one batch: it adds one random vector to the prompt rows and another to the generated ones,
@@ -41,7 +53,7 @@ def prove(session: Session) -> None:
     clean = {p: _rows(source, p, 0) for p in session.tapped}
     points = [p for p in session.tapped if p in session._submit.model.editable]
     if not points:
-        return
+        return []
     trials: list[tuple[Point, list[Edit], torch.Tensor]] = []  # where, what, and what it must move each row by
     has_bos = session._has_bos(ids)
     if "add" in session.edit_kinds:
@@ -53,13 +65,35 @@ def prove(session: Session) -> None:
             trials.append((at, [edit], delta))
     source = run([edits for _, edits, _ in trials])
     tolerance = 1e-3 if session.dtype == torch.float32 else 0.1
+    found = []
     for i, (point, edits, expected) in enumerate(trials):
         moved = _rows(source, point, i) - clean[point]
-        for name, rows in (("prefill", slice(0, _PROMPT)), ("decode", slice(_PROMPT, None))):
-            error = float((moved[rows] - expected[rows]).norm() / expected[rows].norm())
+        cuts = (slice(0, _PROMPT), slice(_PROMPT, None))
+        errors = [float((moved[rows] - expected[rows]).norm() / expected[rows].norm()) for rows in cuts]
+        found.append(Verdict(point, type(edits[0]).__name__, *errors))
+        for name, error in zip(("prefill", "decode"), errors):
             if not error < tolerance:
                 raise ProofError(f"the start-up proof failed: {type(edits[0]).__name__} at {point} moved the {name} rows by something "
                                  f"else than it should (relative error {error:.3g}); this model or vLLM build is not safe to steer")
+    if "attentionbias" in session.edit_kinds:
+        found += _biases(session, clean, run, tolerance)
+    return found
+
+
+def _biases(session: Session, clean: dict[Point, torch.Tensor], run: Callable[[list[list[Edit]]], EngineRows],
+            tolerance: float) -> list[Verdict]:
+    """A bias on one key moves the rows that see it, at prefill and decode, and no row before it."""
+    top = session.tapped[-1] if session.tapped[-1].kind in STREAM else Point("resid_post", session.n_layers - 1)
+    layers = sorted(p.layer for p in session._submit.model.editable if p.kind == ATTENTION)
+    if not layers:
+        return []
+    key = 2
+    moved = _rows(run([[AttentionBias(window(key, key + 1), bias=4.0, layers=layers)]]), top, 0) - clean[top]
+    size = moved.norm(dim=-1) / clean[top].norm(dim=-1)
+    early = float(size[:key].max())
+    if not (early < tolerance and size[key + 1 : _PROMPT].min() > 1e-6 and size[_PROMPT:].min() > 1e-6):
+        raise ProofError(f"the start-up proof failed: a bias on position {key} moved the rows by {size.tolist()}")
+    return [Verdict(Point(ATTENTION, layers[0]), "AttentionBias", early, early)]
 
 
 def _rows(source: EngineRows, point: Point, request: int) -> torch.Tensor:

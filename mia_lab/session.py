@@ -13,7 +13,7 @@ from .cache import ActivationCache, Batch
 from .compile import Model
 from .edits import Add, Edit
 from .engine.config import EngineOptions, Sizes, refuse_unsupported
-from .engine.wire import Reduce, Take
+from .engine.wire import ATTENTION, Reduce, Take
 from .errors import EditError, MiaError, PromptError
 from .launch import Engine, EngineRows, read_config
 from .lazy import LazyTensor, human_bytes
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .analysis.vectors import Vector
     from .point_table import PointTable
 
-EDIT_KINDS = ("add", "ablate", "clamp", "scale", "replace", "affine", "clampfeature")
+EDIT_KINDS = ("add", "ablate", "clamp", "scale", "replace", "affine", "clampfeature", "attentionbias")
 
 
 class Session:
@@ -37,12 +37,14 @@ class Session:
     points: kinds, layers or points to tap, by default `resid_post` everywhere; the last block's is always tapped, since
     logits come from it. edits: the edit kinds to enable at the tapped points, by default all.
     max_captured_tokens: rows captured in one engine step at most; a longer prompt is run in chunks of it. By default as
-    many as 256 MiB hold. in_process: run the engine in this process (the default) or in its own.
+    many as 256 MiB hold. max_biased_tokens: tokens of all running requests under an AttentionBias, whose keys and values
+    are kept beside the KV cache; 0 does without such edits. in_process: run the engine in this process (the default) or in its own.
     Every other keyword is vLLM's. Raises UnsupportedError, with the reason, for what could give wrong results.
     """
 
     def __init__(self, model: str, *, points: Any = ("resid_post",), edits: Sequence[str] = EDIT_KINDS,
-                 max_captured_tokens: int | None = None, in_process: bool = True, **engine: Any) -> None:
+                 max_captured_tokens: int | None = None, max_biased_tokens: int = 0, in_process: bool = True,
+                 **engine: Any) -> None:
         from .proof import prove
 
         unknown = [kind for kind in edits if kind not in EDIT_KINDS]
@@ -58,19 +60,23 @@ class Session:
         self._scopes: list[list[Edit]] = []
         self._muted = 0  # open `unsteered` blocks
         self._units: dict[str, torch.Tensor] = {}
-        asked = EngineOptions(*_declare(points, self.n_layers), self.edit_kinds, max_captured_tokens or 0)
+        if not max_biased_tokens:
+            self.edit_kinds = tuple(kind for kind in self.edit_kinds if kind != "attentionbias")
+        declared = _declare(points, self.n_layers, "attentionbias" in self.edit_kinds)
+        asked = EngineOptions(*declared, self.edit_kinds, max_captured_tokens or 0, max_biased_tokens)
         refuse_unsupported(config, Sizes.of(config, asked))  # before minutes of loading; the engine checks again
         self._engine = Engine(path, asked, in_process, engine)
         facts = self._engine.facts
-        self._points = [Point(kind, layer) for kind, layer in facts["sites"]]
+        sites = [Point(kind, layer) for kind, layer in facts["sites"]]
+        self._points = [p for p in sites if p.kind != ATTENTION]
         read_only = frozenset(facts["read_only"])
-        editable = frozenset(p for p in self._points if p.kind not in read_only) if edits else frozenset()
+        editable = frozenset(p for p in sites if p.kind not in read_only) if self.edit_kinds else frozenset()
         self._submit = Submitter(self._engine, Model(self.n_layers, self._engine.shapes, editable, read_only, self.edit_kinds))
         self.dtype: torch.dtype = self._engine.config.model_config.dtype
         self.max_len: int = self._engine.config.model_config.max_model_len
         self._dialect = dict(sandwich=facts["sandwich"], rotary=_rotates(config.model_config.hf_text_config))
         try:
-            prove(self)
+            self.proof = prove(self)
         except BaseException:
             self.close()
             raise
@@ -328,18 +334,19 @@ class Session:
         return LazyTensor(load, (*stream.shape[:2], vocab), torch.float32, "logits")
 
 
-def _declare(points: Any, n_layers: int) -> tuple[tuple, frozenset, frozenset]:
+def _declare(points: Any, n_layers: int, biased: bool) -> tuple[tuple, frozenset, frozenset]:
     """Return the sites to tap, in the order of the forward pass, those of them that were named one by one, and the kinds
     that were named; without names, whatever the model has is tapped."""
     if isinstance(points, (str, Point)) or (isinstance(points, tuple) and len(points) == 2 and isinstance(points[1], int)):
         points = [points]
-    known = every(n_layers)
+    known = [p for p in every(n_layers) if p.kind != ATTENTION]
     names = None if points is None or callable(points) else [
         item for p in points for item in (DERIVED[p] if isinstance(p, str) and p in DERIVED else [p])]
     chosen = set(select(points if names is None else names, known, n_layers)) | {Point("resid_post", n_layers - 1)}
     kinds = [item.removeprefix("hook_") for item in names or () if isinstance(item, str) and item.removeprefix("hook_") in KINDS]
     exact = [p for item in names or () if item not in kinds for p in select([item], known, n_layers)]
-    return (tuple((p.kind, p.layer) for p in known if p in chosen), frozenset((p.kind, p.layer) for p in exact), frozenset(kinds))
+    chosen |= {Point(ATTENTION, layer) for layer in range(n_layers) if biased}
+    return (tuple((p.kind, p.layer) for p in every(n_layers) if p in chosen), frozenset((p.kind, p.layer) for p in exact), frozenset(kinds))
 
 
 def _rotates(config: Any) -> bool:

@@ -70,6 +70,7 @@ class Submitter:
             raise PromptError("a capture follows one continuation a prompt; use n=1 and repeat the prompt")
         self._check_tables(specs, vectors)
         self._check_memory(read.ids, specs, params.get("max_tokens") or self._max_len)
+        self._check_history(read.ids, specs, params.get("max_tokens") or self._max_len)
         extra = dict(params.pop("extra_args", None) or {})
         try:
             wired = [{KEY: encode(uid, spec)} if spec != Spec() else {} for uid, spec in zip(uids, specs)]
@@ -121,6 +122,15 @@ class Submitter:
         plans = {tuple((take.site, take.before) for take in takes) for takes in plans}
         if len(plans) > facts["plans"]:
             raise EditError(f"this batch captures {len(plans)} different sets of points; the engine holds {facts['plans']}")
+
+    def _check_history(self, ids: list[list[int]], specs: Sequence[Spec], max_tokens: int) -> None:
+        """Refuse requests under an attention bias whose keys and values, run together, would not fit."""
+        lengths = sorted((len(prompt) + max_tokens for prompt, spec in zip(ids, specs) if spec.keeps_history), reverse=True)
+        wanted = sum(lengths[: self._engine.config.scheduler_config.max_num_seqs])
+        room = self._engine.facts["biased_tokens"]
+        if wanted > room:
+            raise EditError(f"these requests under an AttentionBias hold up to {wanted} tokens together; the engine keeps {room}. "
+                            f"Load with max_biased_tokens={wanted} or more")
 
     def _check_memory(self, ids: list[list[int]], specs: Sequence[Spec], max_tokens: int) -> None:
         """Refuse a capture that the host could not hold."""

@@ -25,11 +25,13 @@ class EngineOptions:
     kinds: frozenset[str] = frozenset()
     edits: tuple[str, ...] = ("add",)
     max_captured_tokens: int = 0
+    max_biased_tokens: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Return the form that `additional_config` carries."""
         return {"sites": [list(site) for site in self.sites], "edits": list(self.edits),
-                "max_captured_tokens": self.max_captured_tokens, "exact": sorted(map(list, self.exact)),
+                "max_captured_tokens": self.max_captured_tokens,
+                "max_biased_tokens": self.max_biased_tokens, "exact": sorted(map(list, self.exact)),
                 "kinds": sorted(self.kinds)}
 
     @classmethod
@@ -40,7 +42,7 @@ class EngineOptions:
             return None
         sites, exact = (tuple((str(kind), int(layer)) for kind, layer in raw.get(name, ())) for name in ("sites", "exact"))
         return cls(sites, frozenset(exact), frozenset(map(str, raw.get("kinds", ()))), tuple(raw.get("edits", ("add",))),
-                   int(raw.get("max_captured_tokens", 0)))
+                   int(raw.get("max_captured_tokens", 0)), int(raw.get("max_biased_tokens", 0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Sizes:
     terms: int
     bank_bytes: int
     captured_tokens: int  # rows that one step's half of the arena holds with every site captured
+    biased_tokens: int  # whose keys and values are kept
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, options: EngineOptions) -> Sizes:
@@ -70,7 +73,8 @@ class Sizes:
         vector = 4 * model.get_hidden_size()
         bank = min(BANK_BYTES, max(64, scheduler.max_num_seqs) * len(options.sites) * vector) if options.edits else vector
         return cls(scheduler.max_num_batched_tokens, 2 * scheduler.max_num_seqs, programs, PLANS,
-                   min(1 << 17, max(1024, 2 * programs * len(options.sites))) if options.edits else 1, bank, rows)
+                   min(1 << 17, max(1024, 2 * programs * len(options.sites))) if options.edits else 1, bank, rows,
+                   options.max_biased_tokens)
 
 
 def aligned(width: int) -> int:
@@ -83,6 +87,8 @@ def width_of(kind: str, vllm_config: VllmConfig) -> int:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     text, width = model.hf_text_config, model.get_hidden_size()
     match kind:
+        case "attention":
+            return 0
         case "q" | "z":
             return model.get_num_attention_heads(parallel) * model.get_head_size()
         case "k" | "v":

@@ -33,9 +33,20 @@ def attention(layer: Any, q_at: torch.Tensor, q: torch.Tensor, k_at: torch.Tenso
 def parameters(layer: Any) -> tuple[int | None, torch.Tensor | None, torch.Tensor | None, float]:
     """Return a layer's window, ALiBi slopes, sinks and softcap; UnsupportedError for masks that are not causal windows."""
     impl = layer.impl
-    if getattr(layer, "attention_chunk_size", None) or type(layer).__name__ not in ("Attention", "TappedAttention"):
+    if _own_mask(layer):
         raise UnsupportedError(f"attention of {type(layer).__name__} has a mask of its own and is not rebuilt")
     slopes = getattr(impl, "alibi_slopes", None)
     device = next(iter(layer.parameters()), torch.empty(0)).device
     return (getattr(layer, "sliding_window", None), None if slopes is None else torch.as_tensor(slopes, device=device),
             getattr(impl, "sinks", None), float(getattr(impl, "logits_soft_cap", 0.0) or 0.0))
+
+
+def unknown_mask(layer: Any) -> str:
+    """Why a bias cannot be merged into a layer's attention, or nothing."""
+    if _own_mask(layer):
+        return "its attention has a mask of its own"
+    return "its attention has ALiBi slopes" if getattr(layer.impl, "alibi_slopes", None) is not None else ""
+
+
+def _own_mask(layer: Any) -> bool:
+    return bool(getattr(layer, "attention_chunk_size", None)) or type(layer).__name__.removeprefix("Tapped") != "Attention"

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .taps import After, Arg, Before, Within
+from . import heads
+from .taps import After, Arg, Before, Biased, Within
+from .wire import ATTENTION
 
 if TYPE_CHECKING:
     from .discover import Layout
@@ -88,7 +90,7 @@ def _heads(layout: Layout, layer: int, attention: list[nn.Module]) -> None:
     plain = [m for m in attention if list(inspect.signature(type(m).forward).parameters)[1:4] == names]
     if len(plain) != 1:
         reason = "its attention hands vLLM no separate heads" if not plain else "the block has more than one attention"
-        for kind in ("q", "k", "v", "z"):
+        for kind in ("q", "k", "v", "z", ATTENTION):
             layout.lack(kind, layer, reason)
         return
     module = plain[0]
@@ -101,6 +103,12 @@ def _heads(layout: Layout, layer: int, attention: list[nn.Module]) -> None:
         else:
             layout.put(kind, layer, module, Before(Arg(index, names[index]), edits=False), shape)
     layout.put("z", layer, module, Within(), (module.num_heads, value_size))
+    reason = heads.unknown_mask(module) or ("the layer uses the keys of another" if borrowed else "")
+    reason = reason or ("its kernel is given quantised queries" if getattr(module, "query_quant", None) is not None else "")
+    if reason:
+        layout.lack(ATTENTION, layer, reason)
+    else:
+        layout.put(ATTENTION, layer, module, Biased(), (module.num_heads,))
 
 
 def _router(layout: Layout, layer: int, inside: list[nn.Module], seen: dict[nn.Module, Seen]) -> None:

@@ -65,6 +65,7 @@ class Router:
         self._live: dict[str, tuple[str, Spec]] = {}  # engine request -> its name and Spec
         self._segments: dict[Spec, _Segments] = {}
         self._place: dict[str, int] = {}
+        self._history: dict[str, int] = {}  # engine request -> where its keys and values begin, under a bias
         self.gates = Gates(tables)
         self._strides = np.zeros(tables.sizes.plans, np.int64)  # by plan
         self._stale = False
@@ -85,7 +86,7 @@ class Router:
             if params is not None and params.extra_args and new.req_id not in self._live:
                 found = of_request(params.extra_args)
                 if found is not None:
-                    self._take(new.req_id, *found)
+                    self._take(new.req_id, *found, len(new.prompt_token_ids or ()) + (params.max_tokens or 0))
 
     def route(self, req_ids: Sequence[str], counts: Any, starts: Any, input_ids: torch.Tensor) -> Step | None:
         """Write the rows of a step and return what it will capture.
@@ -114,6 +115,8 @@ class Router:
         rows = begins[owner] + within
         table[rows, P.PROGRAM], table[rows, P.PLAN], table[rows, P.POSITION] = self._flat_programs[segment], plans, position
         table[rows, P.SLOT] = self.gates.slots(req_ids)[owner]
+        if self._history:
+            table[rows, P.HISTORY] = np.fromiter((self._history.get(r, NEUTRAL) for r in req_ids), np.int64, len(req_ids))[owner]
         step = self._capture(table, req_ids, owner, position, rows, plans)
         self._send(max(used, self._written))
         self._written = used
@@ -154,11 +157,13 @@ class Router:
         self._half ^= 1
         return step
 
-    def _take(self, req_id: str, uid: str, spec: Spec) -> None:
+    def _take(self, req_id: str, uid: str, spec: Spec, length: int) -> None:
         if spec not in self._segments:
             self._segments[spec] = self._resolve(spec)
         self._segments[spec].users += 1
         self.gates.take(req_id, spec)
+        if spec.keeps_history:
+            self._history[req_id], _ = self._tables.history.take(req_id, length)
         self._live[req_id] = uid, spec
         self._stale = True
 
@@ -167,6 +172,9 @@ class Router:
             return
         _, spec = self._live.pop(req_id)
         self.gates.release(req_id)
+        if self._history.pop(req_id, None) is not None:
+            self._tables.history.give(req_id)
+            self._tables.history.evict(req_id)
         found = self._segments[spec]
         found.users -= 1
         if not found.users:

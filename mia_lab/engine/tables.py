@@ -80,6 +80,12 @@ class Line:
     begins: bool = False
 
 
+def _head_mask(heads: tuple[int, ...]) -> tuple[int, int]:
+    """Return a mask of heads 0 to 63 as two int32; all of them where none is named."""
+    mask = sum(1 << head for head in heads) if heads else (1 << 64) - 1
+    return tuple(part - (1 << 32) if part >> 31 else part for part in (mask & 0xFFFFFFFF, mask >> 32))
+
+
 Program = tuple[Line, ...]  # in the order they act
 Plan = tuple[tuple[int, bool], ...]  # captured (site, before its edits), sorted
 
@@ -122,7 +128,9 @@ class Tables:
         self._terms: Shelf[Program] = Shelf(sizes.terms, "edit terms")
         self._plans: Shelf[Plan] = Shelf(sizes.plans, "capture plans")
         self._bank: Shelf[str] = Shelf(self.bank_rows, "vector places")
+        self.history: Shelf[str] = Shelf(sizes.biased_tokens, "places for keys and values under a bias")
         self.vectors: dict[str, torch.Tensor] = {}
+        self.extra_bytes = 0  # held beside the tables, on layers under a bias
         self.plans: dict[int, PlanLayout] = {}
 
     def _all(self) -> tuple[torch.Tensor, ...]:
@@ -131,7 +139,7 @@ class Tables:
     @property
     def nbytes(self) -> int:
         """Bytes held on the device."""
-        return sum(t.nbytes for t in self._all())
+        return sum(t.nbytes for t in self._all()) + self.extra_bytes
 
     def of_site(self, site: int) -> tuple[torch.Tensor, ...]:
         """The tensors that one site's tap reads, in the operator's order."""
@@ -171,6 +179,8 @@ class Tables:
             for i, line in enumerate(ordered):
                 term, site = line.term, line.site
                 read, write = self._place_vector(term.read, 1, site, held), self._place_vector(term.write, term.aligned, site, held)
+                if term.op == "bias":
+                    read, write = _head_mask(term.heads)
                 flags = sum(bit for name, bit in _FLAGS.items() if getattr(term, name))
                 flags |= P.ALIGNED * bool(term.aligned) | P.PER_ROW * (line.level is not None) | P.BEGINS * line.begins
                 words[i] = torch.tensor([P.OPS.index(term.op), read, write, term.gate, *term.columns, term.origin, flags])

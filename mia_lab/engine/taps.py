@@ -10,6 +10,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch
 from torch import nn
 
 from mia_lab.kernels import tap as kernel
+from mia_lab.kernels.bias import bias_
 
+from . import heads
 from .tables import Tables
 
 tap_, read_ = kernel.tap_, kernel.read_
@@ -69,16 +72,21 @@ class Within:
     """
 
 
-Side = Before | After | Within
+@dataclass(frozen=True, slots=True)
+class Biased:
+    """Let an attention layer's output be recomputed for rows under a bias, right after its kernel."""
+
+
+Side = Before | After | Within | Biased
 
 
 def swap(module: nn.Module, sides: Sequence[Side]) -> None:
     """Give `module` a subclass of its own class whose forward runs the taps, in the order given."""
     base = type(module)
-    for i, side in enumerate(sides):
-        if isinstance(side, Within):
-            _wrap_kernel(module.impl, module.mia_tables[i])
-    if all(isinstance(side, Within) for side in sides):
+    inside = [i for i, side in enumerate(sides) if isinstance(side, (Biased, Within))]
+    for i in sorted(inside, key=lambda i: not isinstance(sides[i], Biased)):  # z is read after the bias
+        _wrap_kernel(module, module.mia_tables[i], biased=isinstance(sides[i], Biased))
+    if len(inside) == len(sides):
         return
     own = vars(module).get("forward")
     if own is not None and getattr(own, "__self__", None) is not module:
@@ -119,14 +127,22 @@ def _call(side: Before | After, x: torch.Tensor, residual: torch.Tensor | None, 
         read_(x, residual, *tables, wide=side.wide)
 
 
-def _wrap_kernel(impl: Any, tables: tuple[torch.Tensor, ...]) -> None:
-    inner = impl.forward
+def _wrap_kernel(module: nn.Module, tables: tuple[torch.Tensor, ...], biased: bool) -> None:
+    impl = module.impl
+    inner, shape = impl.forward, (-1, module.num_heads, getattr(module, "head_size_v", module.head_size))
     place = list(inspect.signature(inner).parameters).index("output")
+    if biased:
+        window, _, sinks, softcap = heads.parameters(module)
+        how = impl.scale, softcap, window or 0, sinks
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        result = inner(*args, **kwargs)
-        output = kwargs["output"] if "output" in kwargs else args[place]
-        tap_(output.view(len(output), -1), None, *tables)
+    @wraps(inner)
+    def forward(layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = inner(layer, query, key, value, *args, **kwargs)
+        output = kwargs["output"] if "output" in kwargs else (layer, query, key, value, *args)[place]
+        if biased:
+            bias_(output.view(shape), query, key, value, *tables, *how)
+        else:
+            tap_(output.view(len(output), -1), None, *tables)
         return result
 
     impl.forward = forward
@@ -136,6 +152,18 @@ def attach(module: nn.Module, tables: Tables, sites: Sequence[int]) -> None:
     """Hang the tables of the module's sites on it, in the order of its taps."""
     # Not buffers: state_dict, dtype casts and weight reloads must not see them.
     object.__setattr__(module, "mia_tables", tuple(tables.of_site(site) for site in sites))
+
+
+def attach_biased(module: nn.Module, tables: Tables, site: int, at: int) -> None:
+    """Give an attention layer room for the keys and values of rows under a bias, and the tables of its `at`-th tap."""
+    size = tables.sizes.biased_tokens, module.num_kv_heads
+    keys = torch.zeros(*size, module.head_size, dtype=tables.arena.dtype, device=tables.device)
+    values = torch.zeros(*size, getattr(module, "head_size_v", module.head_size), dtype=tables.arena.dtype, device=tables.device)
+    rows, index, words, numbers, _, _, _, measures, opens = tables.of_site(site)
+    held = list(module.mia_tables)
+    held[at] = (rows, index, words, numbers, measures, opens, keys, values)
+    object.__setattr__(module, "mia_tables", tuple(held))
+    tables.extra_bytes += keys.nbytes + values.nbytes
 
 
 def fingerprint(places: str, tables: Tables) -> str:

@@ -14,7 +14,8 @@ MAX_BYTES = 1 << 20
 MAX_NUMBER = 3.4e38  # the tables hold float32
 MAX_TERMS = 64  # that may meet at one point of one row
 MAX_GATES = 4  # of one request
-OPS = ("add", "affine", "clip", "feature", "scale", "renorm", "measure")
+OPS = ("add", "affine", "clip", "feature", "scale", "renorm", "measure", "bias")
+ATTENTION = "attention"  # the kind of point where only "bias" acts
 RULES = ("row", "mean", "max", "last", "since", "token")  # how readings decide; all but "row" hold once decided
 
 Span = tuple[int, int | None]
@@ -49,6 +50,7 @@ class Term:
     fresh: bool = True
     cosine: bool = False
     vote: bool = False
+    heads: tuple[int, ...] = ()  # of a bias; () is all
 
     @property
     def site(self) -> Site:
@@ -115,7 +117,12 @@ class Spec:
         """The first position that must be computed, not read from the prefix cache; None when any may be read."""
         rows = [take.spans[0][0] for take in self.takes if take.spans]
         rows += [gate.start for gate in self.gates if gate.rule in ("mean", "max", "since")]
-        return min(rows, default=None)
+        return 0 if self.keeps_history else min(rows, default=None)
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether the request's keys and values are kept, for a bias of its attention."""
+        return any(term.op == "bias" for term in self.terms)
 
 
 def encode(uid: str, spec: Spec) -> str:
@@ -169,6 +176,7 @@ def _parse(body: str) -> Spec:
 _READERS = {"op": lambda v: _choice(v, OPS), "kind": lambda v: _text(v), "layer": lambda v: _index(v), "spans": lambda v: _spans(v),
             "read": lambda v: _text(v), "write": lambda v: _text(v), "gate": lambda v: _index(v),
             "columns": lambda v: tuple(map(_index, v)), "origin": lambda v: _index(v), "aligned": lambda v: _index(v),
+            "heads": lambda v: tuple(map(_index, v)),
             **dict.fromkeys(("coeff", "slope", "offset", "low", "high", "rate", "threshold"), lambda v: _number(v)),
             **dict.fromkeys(("fresh", "cosine", "vote"), lambda v: _truth(v))}
 
@@ -208,6 +216,8 @@ def _check(spec: Spec) -> None:
             raise ValueError(f"{term.op} needs a vector to write")
         if len(term.columns) != 2:
             raise ValueError("columns are a pair")
+        if (term.op == "bias") != (term.kind == ATTENTION) or (term.op == "bias" and term.rate) or max(term.heads, default=0) > 63:
+            raise ValueError("a bias acts on attention, and nothing else does; it has no schedule, and names heads below 64")
         if term.op == "measure" and (term.rate or not term.coeff):
             raise ValueError("a reading has a sign and no schedule")
         if term.rate > 0 or (term.rate and any(a < term.origin for a, _ in term.spans)):
@@ -216,6 +226,8 @@ def _check(spec: Spec) -> None:
             raise ValueError(f"{term.aligned} aligned vectors from position {term.origin} on do not cover the edited rows")
     for index, gate in enumerate(spec.gates):
         _check_gate(index, gate, spec)
+    if any(sum(t.site == site and t.op == "bias" for t in cut.terms) > 1 for cut in segments(spec) for site in {t.site for t in cut.terms}):
+        raise ValueError("two biases meet at one layer of one row")
     crowded = next((cut.start for cut in segments(spec) if busiest(cut)[1] > MAX_TERMS), None)
     if crowded is not None:
         raise ValueError(f"more than {MAX_TERMS} edits meet at one point from position {crowded} on")

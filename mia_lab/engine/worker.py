@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import PointError
+from ..errors import PointError, UnsupportedError
 from . import heads, taps
 from .adapters import adapter_for, without_lora
 from .config import EngineOptions, Sizes, refuse_unsupported
@@ -16,7 +16,7 @@ from .courier import Courier
 from .discover import PROBE_TOKENS, Layout, discover
 from .router import Router
 from .tables import Tables
-from .wire import KEY, Site, Span, address
+from .wire import ATTENTION, KEY, Site, Span, address
 
 if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
@@ -50,8 +50,8 @@ class Lab:
         self._layout = discover(self._model, config, runner.device)
         self._sites = _existing(options, self._layout)
         places = [self._layout.places[site] for site in self._sites]
-        self._tables = Tables([math.prod(p.shape) for p in places], [getattr(p.at, "wide", False) for p in places], self._sizes,
-                              config.model_config.dtype, runner.device)
+        self._tables = Tables([0 if isinstance(p.at, taps.Biased) else math.prod(p.shape) for p in places],
+                              [getattr(p.at, "wide", False) for p in places], self._sizes, config.model_config.dtype, runner.device)
         self._install_taps()
         # vLLM counts this as weights, so that the KV cache is sized for what is left.
         if hasattr(runner, "model_memory_usage"):
@@ -69,6 +69,9 @@ class Lab:
             sides.setdefault(self._layout.places[self._sites[site]].module, []).append(site)
         for module, sites in sides.items():
             taps.attach(module, self._tables, sites)
+            for at, site in enumerate(sites):
+                if self._sites[site][0] == ATTENTION:
+                    taps.attach_biased(module, self._tables, site, at)
             taps.swap(module, [self._layout.places[self._sites[site]].at for site in sites])
 
     def describe(self) -> dict[str, Any]:
@@ -82,7 +85,8 @@ class Lab:
                 "read_only": sorted({kind for (kind, _), place in layout.places.items() if not getattr(place.at, "edits", True)}),
                 "table_bytes": self._tables.nbytes, "arena_bytes": self._tables.arena.nbytes,
                 "captured_tokens": self._sizes.captured_tokens, "bank_rows": self._tables.bank_rows,
-                "programs": self._sizes.programs, "terms": self._sizes.terms, "plans": self._sizes.plans, "runner": self._adapter.name}
+                "programs": self._sizes.programs, "terms": self._sizes.terms, "plans": self._sizes.plans,
+                "biased_tokens": self._sizes.biased_tokens, "runner": self._adapter.name}
 
     def register(self, vectors: dict[str, tuple[int, bytes]]) -> None:
         """Hold vectors, `[n width]` float32 as (n, bytes), under their content address, which is checked."""
@@ -121,7 +125,11 @@ class Lab:
         for uid in uids:
             logits = self._rows(uid, "router", layer)[1].to(self._tables.device)
             hidden = torch.zeros(len(logits), self._layout.width, device=logits.device, dtype=self._tables.arena.dtype)
-            weights, ids = router.select_experts(hidden_states=hidden, router_logits=logits)
+            try:
+                weights, ids = router.select_experts(hidden_states=hidden, router_logits=logits)
+            except AttributeError as error:  # older CPU builds route inside their experts' kernel
+                raise UnsupportedError(f"this vLLM build routes to experts without a function of its own ({error}); the router's "
+                                       f"logits are captured, the choice is not") from None
             found.append((weights.shape[1], weights.float().cpu().numpy().tobytes(), ids.long().cpu().numpy().tobytes()))
         return found
 

@@ -36,13 +36,14 @@ def edit(session: mia.Session, seed: int = 0, **rest: Any) -> mia.Edit:
     return zoo.Zoo(session, seed).edits(Point("resid_post", 1), **rest)["add"]
 
 
-def check_rows(session: mia.Session, model: Any, cache: mia.ActivationCache, edits: list[mia.Edit]) -> None:
+def check_rows(session: mia.Session, model: Any, cache: mia.ActivationCache, edits: list[mia.Edit],
+               tolerance: float = 1e-5) -> None:
     """Compare everything in a cache with Hugging Face."""
     for i, tokens in enumerate(cache.tokens):
         points = list(map(cache._batch.point, cache.keys()))
         _, theirs = reference.run(model, list(tokens), points, edits, cache.n_prompt[i], session._submit.model.shapes)
         for p in points:
-            assert reference.row_errors(cache[p][i, : len(tokens)].float().flatten(1), theirs[p]).max() <= 1e-5, p
+            assert reference.row_errors(cache[p][i, : len(tokens)].float().flatten(1), theirs[p]).max() <= tolerance, p
 
 
 def chosen_logprobs(model: Any, ids: list[int], tokens: list[int], edits: list[mia.Edit]) -> torch.Tensor:
@@ -131,20 +132,23 @@ def merge(model: Any, path: Path) -> Any:
 def test_lora(open_tiny: Callable[..., Any], model: Any, models: Path) -> None:
     from vllm.lora.request import LoRARequest
 
-    session = open_tiny("llama", points=None, enable_lora=True, max_lora_rank=8, **PLAIN)
+    # vLLM's CUDA kernels for LoRA take 16-bit values only.
+    dtype, tolerance = (torch.bfloat16, 3.2e-2) if CUDA else (torch.float32, 1e-5)
+    points = ["resid_pre", "resid_post"] if CUDA else None
+    session = open_tiny("llama", points=points, enable_lora=True, max_lora_rank=8, dtype=str(dtype).removeprefix("torch."), **PLAIN)
     path = lora(models)
     adapter = LoRARequest("one", 1, str(path))
     ours = edit(session)
     _, base = session.run_with_cache(IDS, max_tokens=5, edits=[ours])
     _, cache = session.run_with_cache(IDS, max_tokens=5, edits=[ours], lora_request=adapter)
-    check_rows(session, model, base, [ours])
+    check_rows(session, model, base, [ours], tolerance)
     assert (cache["resid_post", 3][0, 1:21] - base["resid_post", 3][0, 1:21]).abs().max() > 0.01
-    check_rows(session, merge(model, path), cache, [ours])
+    check_rows(session, merge(model, path), cache, [ours], tolerance)
 
 
 @pytest.mark.parametrize(("option", "reason"), [
-    (dict(speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}), "draft tokens"),
-    (dict(tensor_parallel_size=2), "tensor parallelism|world size|CPU"),
+    (dict(speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}), "draft tokens|not yet support"),
+    (dict(tensor_parallel_size=2), "tensor parallelism|World size|CPU"),
     (dict(kv_transfer_config={"kv_connector": "ExampleConnector", "kv_role": "kv_both"}), "KV connector"),
 ])
 def test_what_is_refused_says_why(models: Path, option: dict[str, Any], reason: str) -> None:

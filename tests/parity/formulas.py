@@ -68,6 +68,24 @@ def edited(edit: mia.Edit, point: Point, h: Tensor, factor: Tensor, shape: tuple
     raise TypeError(type(edit).__name__)
 
 
+def bias(edit: mia.AttentionBias, context: Context, weights: Tensor) -> Tensor:
+    """What an attention bias adds to the scores `[head pos key]` whose softmax is `weights`."""
+    inside = torch.zeros(weights.shape[-1], dtype=weights.dtype)
+    for a, b in edit.span.spans(context):
+        inside[a : context.n if b is None else b] = 1
+    if edit.bias is not None:
+        amount = torch.full(weights.shape[:2], edit.bias, dtype=weights.dtype)
+    else:
+        share = (weights * inside).sum(-1)
+        target = torch.full_like(share, edit.share)
+        amount = torch.where((share > 0) & (share < target), torch.logit(target) - torch.logit(share), 0.0)
+    if edit.heads is not None:
+        chosen = torch.zeros(len(weights), 1, dtype=weights.dtype)
+        chosen[[edit.heads] if isinstance(edit.heads, int) else list(edit.heads)] = 1
+        amount = amount * chosen
+    return amount[..., None] * inside
+
+
 def mask(edit: mia.Edit, context: Context, total: int) -> Tensor:
     """Where an edit acts, and how strongly by its schedule, `[pos]`; gates aside."""
     factor = torch.zeros(total, dtype=torch.float64)

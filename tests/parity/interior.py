@@ -22,17 +22,20 @@ _NORMS = ("model.norm", "transformer.ln_f", "model.decoder.final_layer_norm", "m
 _EMBEDDINGS = ("transformer.wte", "model.decoder.embed_tokens")  # whose models add learned positions
 
 Touch = Callable[[Point, Tensor], None]
+Bias = Callable[[int, Tensor | None, Tensor], Tensor | None]  # layer, mask, attention [head pos key] -> mask
 
 
 @contextmanager
-def spied(model: PreTrainedModel, wanted: set[Point], touch: Touch) -> Iterator[None]:
+def spied(model: PreTrainedModel, wanted: set[Point], touch: Touch, bias: Bias) -> Iterator[None]:
     """Call `touch(point, value [.. width])`, which may edit in place, for each wanted point inside attention."""
-    layers = {p.layer for p in wanted if p.kind in HEADS}
+    layers = {p.layer for p in wanted if p.kind in (*HEADS, "attention")}
 
-    def spy(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def spy(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, Tensor]:
         inner = sys.modules[type(module).__module__].eager_attention_forward
-        out, weights = inner(module, query, key, value, *args, **kwargs)
         layer = module.layer_idx
+        out, weights = inner(module, query, key, value, mask, **kwargs)
+        if Point("attention", layer) in wanted:
+            out, weights = inner(module, query, key, value, bias(layer, mask, weights[0]), **kwargs)
         if layer in layers:
             for kind, tensor in (("q", query), ("k", key), ("v", value)):
                 touch(Point(kind, layer), tensor.transpose(1, 2).flatten(2).clone())

@@ -96,6 +96,15 @@ class _Pass:
             flat.copy_(formulas.edited(edit, point, flat.double(), factor.to(flat.device), shape).to(flat.dtype))
         self.after[point] = flat.clone()
 
+    def bias(self, layer: int, mask: Tensor, weights: Tensor) -> Tensor:
+        """Add the biases of a layer to its mask; weights `[head pos key]` are its attention without them."""
+        for edit in self.by_point.get(Point("attention", layer), ()):
+            acts = formulas.mask(edit, self.context, len(self.ids))
+            if edit.when is not None:
+                acts = acts * self._open(edit.when)
+            mask = mask + formulas.bias(edit, self.context, weights) * acts[:, None]
+        return mask
+
     def _open(self, gate: mia.Gate | mia.After) -> Tensor:
         if id(gate) in self.held:
             return self.held[id(gate)]
@@ -133,9 +142,9 @@ def run(model: PreTrainedModel, ids: list[int], points: Iterable[Point], edits: 
 
 def _forward(model: PreTrainedModel, wanted: set[Point], state: _Pass) -> tuple[Tensor, _Pass]:
     with ExitStack() as hooks:
-        hooks.enter_context(interior.spied(model, wanted, state.touch))
+        hooks.enter_context(interior.spied(model, wanted, state.touch, state.bias))
         for point in sorted(wanted):
-            if point.kind in interior.HEADS:
+            if point.kind in (*interior.HEADS, "attention"):
                 continue
             block = blocks(model)[point.layer]
             stream = point.kind in ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
