@@ -13,6 +13,7 @@ from . import program as P
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra import libdevice
 except ImportError:
     triton = None
 
@@ -93,8 +94,7 @@ if triton is not None:
                        mask=(j <= position)[:, None] & (cols < e)[None, :], other=0.0).to(tl.float32)
         s = tl.sum(tile * query[None, :], axis=1) * scale
         if SOFTCAP:
-            s = s / softcap
-            s = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s)))
+            s = softcap * libdevice.tanh(s / softcap)
         hidden = j > position
         if WINDOW:
             hidden = hidden | (j <= position - window)

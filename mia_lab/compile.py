@@ -37,13 +37,14 @@ class Compiled:
     gates: list[WireGate] = field(default_factory=list)
     vectors: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def vector(self, rows: torch.Tensor | None) -> str:
-        """Note vectors and return their address, "" for none."""
+    def vector(self, rows: torch.Tensor | None, known: dict[int, str] | None = None) -> str:
+        """Note vectors and return their address, "" for none. known: addresses by id of tensors that outlive it."""
         if rows is None:
             return ""
-        rows = rows.reshape(-1, rows.shape[-1])
-        sha = digest(rows)
-        self.vectors[sha] = rows
+        sha = (known or {}).get(id(rows)) or digest(rows)
+        if known is not None:
+            known[id(rows)] = sha
+        self.vectors[sha] = rows.reshape(-1, rows.shape[-1])
         return sha
 
 
@@ -129,9 +130,9 @@ def _terms(step: Step, point: Point, edit: Edit, spans: list[Span], gate: int, m
     origin = edit.first or 0
     if rate and step.aligned:
         raise EditError("rows by position take no schedule; scale them beforehand")
-    return [Term(step.op, point.kind, point.layer, tuple(spans), out.vector(read), out.vector(write), step.coeff, step.slope,
-                 step.offset, step.low, step.high, rate, step.threshold, gate, columns, spans[0][0] if rate else origin,
-                 len(write) if step.aligned else 0, step.fresh)]
+    shas = [out.vector(rows, edit._addresses if rows is own else None) for rows, own in ((read, step.read), (write, step.write))]
+    return [Term(step.op, point.kind, point.layer, tuple(spans), *shas, step.coeff, step.slope, step.offset, step.low, step.high, rate,
+                 step.threshold, gate, columns, spans[0][0] if rate else origin, len(write) if step.aligned else 0, step.fresh)]
 
 
 def _bias(step: Step, point: Point, spans: list[Span], gate: int, heads: int, prompt: Context) -> Term:

@@ -61,6 +61,7 @@ class Edit:
             raise EditError(f"schedule={self.schedule!r} is no schedule; type for example schedule=mia.Decay(20)")
         object.__setattr__(self, "_steps", self._lower())
         object.__setattr__(self, "_key", None)
+        object.__setattr__(self, "_addresses", {})  # of its steps' own tensors, by id
 
     def _lower(self) -> dict[Point, tuple[Step, ...]]:
         raise NotImplementedError

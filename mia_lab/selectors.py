@@ -40,6 +40,11 @@ class Selector:
             raise EditError(f"there is no selector {self.rule!r}")
         return [(a, None if b >= ENDLESS else b) for a, b in _RULES[self.rule](prompt, *self.args)]
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether it depends on what the prompt's tokens are, not only on how many there are."""
+        return self.rule in ("tokens", "special", "span", "role") or any(isinstance(a, Selector) and a.reads_text for a in self.args)
+
     def __and__(self, other: Selector) -> Selector:
         return Selector("and", (self, other))
 

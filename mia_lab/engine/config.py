@@ -56,7 +56,7 @@ class Sizes:
     terms: int
     bank_bytes: int
     captured_tokens: int  # rows that one step's half of the arena holds with every site captured
-    biased_tokens: int  # whose keys and values are kept
+    biased_tokens: int = 0  # whose keys and values are kept
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, options: EngineOptions) -> Sizes:

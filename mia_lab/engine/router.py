@@ -86,7 +86,7 @@ class Router:
             if params is not None and params.extra_args and new.req_id not in self._live:
                 found = of_request(params.extra_args)
                 if found is not None:
-                    self._take(new.req_id, *found, len(new.prompt_token_ids or ()) + (params.max_tokens or 0))
+                    self._take(new, *found)
 
     def route(self, req_ids: Sequence[str], counts: Any, starts: Any, input_ids: torch.Tensor) -> Step | None:
         """Write the rows of a step and return what it will capture.
@@ -157,14 +157,15 @@ class Router:
         self._half ^= 1
         return step
 
-    def _take(self, req_id: str, uid: str, spec: Spec, length: int) -> None:
+    def _take(self, new: Any, uid: str, spec: Spec) -> None:
         if spec not in self._segments:
             self._segments[spec] = self._resolve(spec)
         self._segments[spec].users += 1
-        self.gates.take(req_id, spec)
+        self.gates.take(new.req_id, spec)
         if spec.keeps_history:
-            self._history[req_id], _ = self._tables.history.take(req_id, length)
-        self._live[req_id] = uid, spec
+            length = len(new.prompt_token_ids) + new.sampling_params.max_tokens
+            self._history[new.req_id], _ = self._tables.history.take(new.req_id, length)
+        self._live[new.req_id] = uid, spec
         self._stale = True
 
     def _release(self, req_id: str) -> None:

@@ -27,6 +27,7 @@ def attach(scheduler: Scheduler, options: EngineOptions) -> None:
         spec = cachekey.spec_of(request)
         if spec is not None and spec.takes:
             capturing.add(request.request_id)
+            request.mia_captures = {span for take in spec.takes for span in take.spans}  # looked at in every step
             if len({take.site for take in spec.takes}) < len(spec.takes):
                 doubled.add(request.request_id)
             largest = max(largest, _rows_ahead(request))
@@ -53,8 +54,7 @@ def attach(scheduler: Scheduler, options: EngineOptions) -> None:
 
 def _rows_ahead(request: Request) -> int:
     """Rows that this request could still capture in one step."""
-    done, ahead = request.num_computed_tokens, 1
-    for spans in {take.spans for take in cachekey.spec_of(request).takes}:
-        ends = [(start, request.num_tokens if stop is None else min(stop, request.num_tokens)) for start, stop in spans]
-        ahead += sum(max(0, stop - max(start, done)) for start, stop in ends)
+    done, total, ahead = request.num_computed_tokens, request.num_tokens, 1
+    for start, stop in request.mia_captures:
+        ahead += max(0, (total if stop is None else min(stop, total)) - max(start, done))
     return ahead

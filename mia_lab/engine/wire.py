@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, field, fields
 from functools import lru_cache
 
 KEY = "mia_lab"  # in SamplingParams.extra_args and in VllmConfig.additional_config
@@ -111,6 +111,13 @@ class Spec:
     takes: tuple[Take, ...] = ()
     gates: tuple[Gate, ...] = ()
     reduce: Reduce | None = None
+    _hash: int = field(init=False, repr=False, compare=False)  # of a deep tuple that tables and caches look up all the time
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.terms, self.takes, self.gates, self.reduce)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def first_row(self) -> int | None:

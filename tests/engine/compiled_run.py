@@ -1,5 +1,5 @@
 """One engine in a process of its own, under the compile pipeline that GPUs use:
-`python compiled_run.py MODEL TOKENIZER tapped|bare|kernels|bare-kernels`.
+`python compiled_run.py MODEL TOKENIZER tapped|bare|kernels|stream-kernels|bare-kernels`.
 
 The CPU platform swaps vLLM's backend for plain Inductor, where no artefact is ever reloaded; this puts it back.
 """
@@ -70,8 +70,9 @@ def main(model: str, tokenizer: str, kind: str) -> None:
         options.pop("max_captured_tokens")
         print("bare", len(bare_engine(model, options).generate("hello", use_tqdm=False)), count(code))
         return
-    if kind == "kernels":
-        with mia.Session(model, points=None, **options):
+    if kind.endswith("kernels"):
+        points = [*scenario.all_kinds(), "mlp_act", "z"] if kind == "stream-kernels" else None
+        with mia.Session(model, points=points, **options):
             print(count(code))
         return
     with mia.Session(model, points=scenario.all_kinds(), **options) as session:

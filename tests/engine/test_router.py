@@ -75,7 +75,7 @@ def check(tables: Tables, step: Step | None, batch: Batch, live: dict[str, Reque
     for req_id, count, start in batch:
         spec = live[req_id].spec or Spec()
         for position in range(start, start + count):
-            program, plan, base, at, _ = tables.rows[row].tolist()
+            program, plan, base, at, _, _ = tables.rows[row].tolist()
             expected = [[] for _ in SITES]
             for term in spec.terms:
                 if inside(term.spans, position):

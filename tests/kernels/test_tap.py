@@ -12,7 +12,8 @@ from mia_lab.kernels import program as P
 from mia_lab.kernels.tap import read_, read_cuda, read_reference, tap_, tap_cuda, tap_reference
 
 ROWS, SPARE, PLANS, GATES, SLOTS, READS, WRITES = 24, 4, 4, 4, 3, 5, 9
-PROGRAMS = len(P.OPS) + 2  # one that begins with each op, one that is empty here, one addition
+OPS = P.OPS[: P.BIAS]  # a bias is another kernel's
+PROGRAMS = len(OPS) + 2  # one that begins with each op, one that is empty here, one addition
 EMPTY, ADDITION = PROGRAMS - 2, PROGRAMS - 1
 ALL = (0, (1 << 31) - 1)
 ORIGIN = 3  # of every position, schedule and block of vectors: positions lie in [ORIGIN, ORIGIN + WRITES)
@@ -52,7 +53,7 @@ class Case:
         self.words[: len(lines)] = torch.tensor([words for words, _ in lines])
         self.numbers[: len(lines)] = torch.tensor([numbers for _, numbers in lines])
         self.index[0] = torch.tensor([0, len(lines)])
-        self.rows[row] = torch.tensor([0, -1, -1, ORIGIN, slot])
+        self.rows[row] = torch.tensor([0, -1, -1, ORIGIN, slot, -1])
 
 
 def term(op: str, read: int = -1, write: int = -1, gate: int = -1, columns: tuple[int, int] = ALL, flags: int = P.FRESH, coeff: float = 1.0,
@@ -87,7 +88,7 @@ def make(d: int = 8, dtype: torch.dtype = torch.float32, residual: bool = True, 
     """Rows edited or not, captured or not, some by programs and plans that say nothing here; the last ones neutral."""
     g, rng = torch.Generator().manual_seed(seed), random.Random(seed)
     draw = lambda *shape: torch.randn(shape, generator=g)  # noqa: E731
-    programs = [[random_term(rng, op, d) for op in [first, *rng.choices(P.OPS, k=rng.randint(0, 5))]] for first in P.OPS]
+    programs = [[random_term(rng, op, d) for op in [first, *rng.choices(OPS, k=rng.randint(0, 5))]] for first in OPS]
     programs += [[], [term("add", write=READS, coeff=0.75)]]
     lines, index = [], []
     for listed in programs:
@@ -100,7 +101,7 @@ def make(d: int = 8, dtype: torch.dtype = torch.float32, residual: bool = True, 
     rows[:ROWS, P.BASE] = torch.randperm(ROWS, generator=g) * 4 * d
     rows[:ROWS, P.POSITION] = torch.randint(ORIGIN, ORIGIN + WRITES, (ROWS,), generator=g)
     rows[:ROWS, P.SLOT] = torch.randint(SLOTS, (ROWS,), generator=g)
-    rows[ROWS:] = torch.tensor([ADDITION, 2, 0, ORIGIN, 0])
+    rows[ROWS:] = torch.tensor([ADDITION, 2, 0, ORIGIN, 0, -1])
     bank = torch.full((READS + WRITES, d + 8), float("nan"))  # as wide as the widest point; what is past this one is not read
     bank[:READS, :d] = torch.nn.functional.normalize(draw(READS, d), dim=1)
     bank[READS:, :d] = draw(WRITES, d) / 2
@@ -115,7 +116,7 @@ def loop(case: Case) -> None:
     """What the operator does to `x` and `measures`, one row after the other, in float64."""
     d = case.x.shape[-1]
     for row in range(len(case.x)):
-        program, _, _, position, slot = case.rows[row].tolist()
+        program, _, _, position, slot, _ = case.rows[row].tolist()
         first, count = case.index[program].tolist() if program >= 0 else (0, 0)
         if count:
             other = torch.zeros(d).double() if case.residual is None else case.residual[row].double()
@@ -216,7 +217,7 @@ def test_the_reference_does_what_a_loop_over_rows_does(dtype: torch.dtype, resid
 
 def test_the_cases_make_use_of_everything() -> None:
     seen = torch.cat([make(seed=seed).words for seed in range(12)])
-    for op, name in enumerate(P.OPS):
+    for op, name in enumerate(OPS):
         mine = seen[seen[:, P.OP] == op]
         assert {True, False} == set((mine[:, P.FLAGS] & P.FRESH > 0).tolist()), name
         if op != P.MEASURE:
@@ -254,7 +255,7 @@ def test_a_batch_with_nothing_to_do_changes_nothing(body: Callable) -> None:
 def test_a_capture_reads_before_and_after_the_edit_and_includes_the_pending_half() -> None:
     case = make()
     case.rows.fill_(-1)
-    case.rows[4] = torch.tensor([ADDITION, 2, 32, ORIGIN, 0])
+    case.rows[4] = torch.tensor([ADDITION, 2, 32, ORIGIN, 0, -1])
     before = case.copy()
     tap_reference(*case.args)
     edited = before.x[4] + 0.75 * case.bank[READS, :8]
