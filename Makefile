@@ -4,7 +4,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 READY := .venv/.ready
 OFFLINE := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_DO_NOT_TRACK=1
-VERSIONS ?= 0.27.1 0.32.0
+VERSIONS ?= 0.27.1 0.30.0 0.32.0
 # JupyterLab refuses root, who is the only user of many a container.
 ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .engine.wire import Reduce, Take
-from .errors import EditError, MissingRowsError, PointError
+from .errors import EditError, MissingRowsError, PointError, PromptError
 from .launch import EngineRows
 from .lazy import LazyTensor
 from .points import DERIVED, Point, kind_of, parse, select
 from .prompts import Prompts, resolve_at
 from .reductions import Mass, Mean, Norm, Reduction, lower
-from .selectors import merge
+from .selectors import Selector, merge
 from .submit import per_prompt
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def capture(session: Session, prompts: Any, point: str, layers: int | Iterable[i
     """Run prompts and return what `Session.capture` promises."""
     kind, read = kind_of(point), session._read(prompts)
     asked = _asked(session, kind, layers)
-    at_rows = [resolve_at(at, len(ids)) for ids in read.ids]
+    at_rows = [_positions(session, read, i, at) for i in range(len(read.ids))]
     axes = () if read.one else (len(read.ids),)
     axes += () if isinstance(layers, int) else (len(asked),)
     if not (isinstance(at, int) and not isinstance(at, bool)) and not isinstance(reduce, Mean):
@@ -49,6 +49,17 @@ def capture(session: Session, prompts: Any, point: str, layers: int | Iterable[i
     assemble = _averaged if wire.mean else _stacked
     packed = _lazy(assemble(source, asked, at_rows, before, (row, torch.float32)), axes, row, torch.float32, point)
     return _pair(packed, size // 2, point) if pairs else packed
+
+
+def _positions(session: Session, read: Prompts, i: int, at: Any) -> list[int]:
+    """The prompt positions that `at` names in one prompt."""
+    n = len(read.ids[i])
+    if not isinstance(at, Selector):
+        return resolve_at(at, n)
+    found = [q for a, b in at.spans(session._context(read, i)) for q in range(a, n if b is None else min(b, n))]
+    if not found:
+        raise PromptError(f"{at} selects no position of prompt {i}, which has {n} tokens")
+    return found
 
 
 def _asked(session: Session, kind: str, layers: int | Iterable[int] | None) -> list[Point]:

@@ -160,7 +160,7 @@ class Session:
                 edits: Any = None, before: bool = False, reduce: Any = None) -> LazyTensor | tuple[LazyTensor, LazyTensor]:
         """Return the value at one kind of point, `[prompt layer d_model]`, lazily; only the asked rows leave the device.
 
-        at: prompt positions, an int, a slice, a list, or None for all; unless it is an int there is a position axis,
+        at: prompt positions, an int, a slice, a list, a Selector, or None for all; unless it is an int there is a position axis,
         `[prompt layer pos d_model]`, right-padded with NaN. An int layer drops the layer axis, one prompt the prompt axis.
         Points per head give `[... head d_head]`; "pattern" and "attn_scores" give `[... head key]`, the attention that
         each asked position pays to the prompt's positions, rebuilt from tapped q and k on the device. before: read before

@@ -65,7 +65,7 @@ def module_of(model: PreTrainedModel, block: nn.Module, kind: str) -> tuple[nn.M
         case "final_norm":
             return _first(model, _NORMS), "out"
         case "embed":
-            whole = [path for path in _EMBEDDINGS if _has(model, path)]
+            whole = [path for path in _EMBEDDINGS if has(model, path)]
             return (_first(model, whole), "out") if whole else (block, "in")
         case "attn_out_raw":
             return block.self_attn, "out"
@@ -97,7 +97,8 @@ def nameable(model: PreTrainedModel, points: tuple[Point, ...], blocks: nn.Modul
     return tuple(found)
 
 
-def _has(model: nn.Module, path: str) -> bool:
+def has(model: nn.Module, path: str) -> bool:
+    """Whether a module has a submodule of that path."""
     try:
         model.get_submodule(path)
     except AttributeError:
@@ -106,7 +107,7 @@ def _has(model: nn.Module, path: str) -> bool:
 
 
 def _first(model: nn.Module, paths: list[str] | tuple[str, ...]) -> nn.Module:
-    return next(model.get_submodule(path) for path in paths if _has(model, path))
+    return next(model.get_submodule(path) for path in paths if has(model, path))
 
 
 def router_logits(module: nn.Module, hidden: Tensor) -> Tensor:

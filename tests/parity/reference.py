@@ -55,19 +55,11 @@ def blocks(model: PreTrainedModel) -> nn.ModuleList:
     raise AttributeError(f"no block list in {type(model).__name__}")
 
 
-def _has(block: nn.Module, path: str) -> bool:
-    try:
-        block.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
-
-
 def _site(block: nn.Module, kind: str) -> tuple[nn.Module, str]:
     """The module whose input or output is the point, by each family's documented structure."""
     if kind in ("resid_pre", "resid_post"):
         return block, "in" if kind == "resid_pre" else "out"
-    mid, attn, mlp = next(row[1:] for row in _STRUCTURES if all(_has(block, child) for child in row[0]))
+    mid, attn, mlp = next(row[1:] for row in _STRUCTURES if all(interior.has(block, child) for child in row[0]))
     name, side = {"resid_mid": (mid, "in"), "attn_out": (attn, "out"), "mlp_out": (mlp, "out")}[kind]
     return block.get_submodule(name), side
 

@@ -10,8 +10,9 @@ import tiny
 import torch
 
 import mia_lab as mia
-from mia_lab.errors import UnsupportedError
+from mia_lab.errors import PromptError, UnsupportedError
 from mia_lab.points import Point
+from mia_lab.prompts import Prompts
 from parity import reference, zoo
 from parity.test_edits import OPTIONS, prompts
 
@@ -111,6 +112,19 @@ def test_reductions_are_what_the_rows_give(session: mia.Session) -> None:
     units = torch.where(units > 0.5, units, 0.0)
     close(values.get(), units.topk(5).values)
     assert torch.equal(places.get(), units.topk(5).indices)
+
+
+def test_a_selector_says_which_rows_to_capture(session: mia.Session) -> None:
+    ids = prompts(session, 3, 14)
+    every = session.capture(ids, layers=1, at=None)
+    for where in (mia.last(), mia.window(2, 5) | mia.last(), ~mia.tokens(*range(3, 200)) & mia.prompt()):
+        rows = session.capture(ids, layers=1, at=where)
+        for i, prompt in enumerate(ids):
+            spans = where.spans(session._context(Prompts.of(ids), i))
+            wanted = [q for a, b in spans for q in range(a, len(prompt) if b is None else min(b, len(prompt)))]
+            assert torch.equal(rows[i, : len(wanted)], every[i, wanted])
+    with pytest.raises(PromptError, match="selects no position of prompt 0"):
+        session.capture(ids, at=mia.generated())
 
 
 def test_a_vector_projects_on_its_own_layer(session: mia.Session) -> None:

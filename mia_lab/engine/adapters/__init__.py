@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any, Protocol
 
 import vllm
@@ -18,6 +19,7 @@ from ..courier import Courier
 from ..router import Router
 
 SUPPORTED = ((0, 25, 1), (0, 34))
+TESTED = ("0.25.1", "0.27.1", "0.30.0", "0.32.0")
 
 
 class Adapter(Protocol):
@@ -36,9 +38,12 @@ def adapter_for(runner: Any) -> Adapter:
     """Return the adapter for a runner; UnsupportedError for an unknown version or runner, with what is supported."""
     from . import v1, v2
 
-    version = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:3] if part.isdigit())
+    release = vllm.__version__.split("+")[0]
+    version = tuple(int(part) for part in release.split(".")[:3] if part.isdigit())
     if not SUPPORTED[0] <= version < SUPPORTED[1]:
         raise UnsupportedError(f"vLLM {vllm.__version__} is not supported; supported is 0.25.1 up to 0.33")
+    if release not in TESTED:
+        warnings.warn(f"mia_lab is untested with vLLM {release}; tested are {', '.join(TESTED)}", stacklevel=2)
     for adapter in (v2.V2Adapter, v1.V1Adapter):
         if adapter.fits(runner):
             return adapter(runner)

@@ -4,18 +4,15 @@ from __future__ import annotations
 from typing import Any
 
 from ..courier import Courier
-from ..router import Router, Step
+from ..router import Router
 from . import takes
+from .base import RunnerAdapter
 
 
-class V2Adapter:
+class V2Adapter(RunnerAdapter):
     """Hooks one V2 runner instance."""
 
     name = "V2"
-
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-        self._step: Step | None = None
 
     @staticmethod
     def fits(runner: Any) -> bool:
@@ -24,15 +21,10 @@ class V2Adapter:
         return (state is not None and takes(state.prepare_inputs, "input_batch", "req_states")
                 and takes(runner.execute_model, "scheduler_output") and takes(runner.sample_tokens, "grammar_output"))
 
-    def recover(self) -> None:
-        """Forget a step that was broken off between its forward and its sampling."""
-        self._step = None
-        self._runner.execute_model_state = None
-
     def install(self, router: Router, courier: Courier) -> None:
         """Hook admission, routing and delivery. A dummy batch's request ids are unknown, so it routes as neutral."""
         runner, state = self._runner, self._runner.model_state
-        execute_model, prepare_inputs, sample_tokens = runner.execute_model, state.prepare_inputs, runner.sample_tokens
+        execute_model, prepare_inputs = runner.execute_model, state.prepare_inputs
 
         def execute(scheduler_output: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> Any:
             if not dummy_run:
@@ -40,16 +32,9 @@ class V2Adapter:
             return execute_model(scheduler_output, *args, dummy_run=dummy_run, **kwargs)
 
         def prepare(input_batch: Any, req_states: Any) -> Any:
-            self._step = router.route(input_batch.req_ids, input_batch.num_scheduled_tokens,
-                                      input_batch.num_computed_tokens_np, input_batch.input_ids)
-            courier.before_forward(self._step)
+            self._route(router, courier, input_batch.req_ids, input_batch.num_scheduled_tokens, input_batch.num_computed_tokens_np,
+                        input_batch.input_ids)
             return prepare_inputs(input_batch, req_states)
 
-        def sample(*args: Any, **kwargs: Any) -> Any:
-            step, self._step = self._step, None
-            router.gates.after_forward()
-            if step is not None:
-                courier.after_forward(step)
-            return sample_tokens(*args, **kwargs)
-
-        runner.execute_model, state.prepare_inputs, runner.sample_tokens = execute, prepare, sample
+        runner.execute_model, state.prepare_inputs = execute, prepare
+        self._deliver_before_sampling(router, courier)
