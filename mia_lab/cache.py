@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from .errors import MissingRowsError, PointError
+from .errors import EditError, MissingRowsError, PointError
 from .lazy import LazyTensor, human_bytes
 from .points import DERIVED, Point, parse, undeclared
 
@@ -39,6 +39,7 @@ class Batch:
     sandwich: bool = False
     rotary: bool = False
     before: bool = False
+    biased: frozenset[int] = frozenset()  # layers whose attention an edit biased: rebuilt, it would lack the bias
 
     def point(self, key: object) -> Point:
         """Return the Point that a key names."""
@@ -99,6 +100,8 @@ class ActivationCache:
             raise undeclared(str(point), self._points)
         if point.kind == "logits":
             return self._logits
+        if point.kind in DERIVED and point.layer in self._batch.biased:
+            raise EditError(f"{point} is rebuilt from queries and keys, without the AttentionBias that acted there")
         if point not in self._held and point.kind in DERIVED:
             width = max(self._batch.n_positions)
             shape = (len(self.n_prompt), self._batch.shapes[Point("q", point.layer)][0], width, width)

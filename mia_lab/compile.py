@@ -105,6 +105,11 @@ def _spans(edit: Edit, prompt: Context) -> list[Span]:
     if edit.first is not None:
         rows = next(iter(edit.steps.values()))[-1].write
         spans = intersect(spans, [(edit.first, edit.first + len(rows))])
+        if not spans:
+            raise EditError(f"none of the {len(rows)} rows from position {edit.first} on is selected by where={edit.where}")
+    if edit.schedule is not None and (isinstance(edit.when, After) or getattr(edit.when, "over", "") == "since"):
+        raise EditError("a schedule counts from the first position of an edit, which a gate that opens later would not wait for; "
+                        "use one of them")
     if edit.when is not None and not (isinstance(edit.when, Gate) and edit.when.over == "row"):
         later = intersect(spans, [(prompt.n, ENDLESS)])
         if edit.where not in _OPEN and later != intersect(spans, [(0, ENDLESS)]):
@@ -139,6 +144,8 @@ def _bias(step: Step, point: Point, spans: list[Span], gate: int, heads: int, pr
     keys = [(a, min(prompt.n, ENDLESS if b is None else b)) for a, b in step.keys.spans(prompt) if a < prompt.n]
     if len(keys) != 1:
         raise EditError(f"the span of an AttentionBias is one run of the prompt's positions; {step.keys} gives {keys}")
+    if step.heads and heads > 64:
+        raise EditError(f"{point} has {heads} heads; a bias names heads only where there are 64 at most, else it acts on all")
     if max(step.heads, default=0) >= heads:
         raise EditError(f"head {max(step.heads)} was named at {point}; there are heads 0 to {heads - 1}")
     return Term("bias", point.kind, point.layer, tuple(spans), coeff=step.coeff, slope=step.slope, gate=gate, columns=keys[0],

@@ -66,6 +66,9 @@ class Edit:
     def _lower(self) -> dict[Point, tuple[Step, ...]]:
         raise NotImplementedError
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_addresses": {}}  # the ids of tensors of this process
+
     @property
     def steps(self) -> dict[Point, tuple[Step, ...]]:
         """The steps at each point."""
@@ -135,7 +138,7 @@ class Add(Edit):
     @property
     def rows(self) -> dict[Point, torch.Tensor]:
         """The vector per point, each `[d]` float32, before the coefficient."""
-        return dict(self._rows)
+        return {point: row.clone() for point, row in self._rows.items()}
 
     def scaled(self, factor: float) -> Add:
         """The same edit with its coefficient times `factor`."""

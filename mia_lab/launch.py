@@ -208,7 +208,10 @@ class EngineRows:
         """
         found = self._call("fetch", point, [self._uids[i] for i in prompts], point.kind, point.layer, before)
         shape, dtype = form or (self._engine.shapes[point], self._engine.dtype_of(point.kind))
-        return [(_tensor(p, torch.int64), _tensor(v, dtype).view(-1, *shape)) for p, v in found]
+        rows = [(_tensor(p, torch.int64), _tensor(v, dtype).view(-1, *shape)) for p, v in found]
+        if any(len(values) not in (len(positions), 1) for positions, values in rows):
+            raise MissingRowsError(f"{point} gave rows of another shape than {list(shape)}")
+        return rows
 
     def pattern(self, point: Point, prompts: Sequence[int], at: Sequence[Sequence[int]],
                 spans: Sequence[Sequence[Span]] | None = None) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ KINDS: dict[str, str] = {
     "k": "keys per head, as the attention kernel sees them: normed and rotated",
     "v": "values per head",
     "z": "what each head gives, before the output projection",
-    "attention": "how each head shares its attention out; only AttentionBias edits it, `pattern` reads it",
+    "attention": "how each head shares its attention out; AttentionBias edits it, and `pattern` is it without a bias",
     "attn_out_raw": "attention's own output, where a norm follows it",
     "attn_out": "what attention adds to the stream",
     "resid_mid": "residual stream between attention and MLP",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .engine.wire import Reduce, Take
+from .engine.wire import ATTENTION, Reduce, Take
 from .errors import EditError, MissingRowsError, PointError, PromptError
 from .launch import EngineRows
 from .lazy import LazyTensor
@@ -63,14 +63,18 @@ def _positions(session: Session, read: Prompts, i: int, at: Any) -> list[int]:
 
 
 def _asked(session: Session, kind: str, layers: int | Iterable[int] | None) -> list[Point]:
-    if kind == "logits":
-        raise PointError("logits are the first value that run_with_cache returns")
+    instead = {"logits": "logits are the first value that run_with_cache returns", ATTENTION: "attention is captured as 'pattern'"}
+    if kind in instead:
+        raise PointError(instead[kind])
     if layers is None:
         asked = [Point(kind, p.layer) for p in select(DERIVED.get(kind, (kind,))[-1], session.tapped, session.n_layers)]
     else:
         asked = [parse((kind, layer), session.n_layers) for layer in ([layers] if isinstance(layers, int) else layers)]
     if not asked:
         raise PointError("capture was asked for no layer")
+    shapes = {session._engine.shapes.get(Point(source, p.layer)) for p in asked for source in DERIVED.get(kind, (kind,))[:1]}
+    if len(shapes - {None}) > 1:
+        raise PointError(f"{kind} has rows of different shapes, {sorted(shapes - {None})}; capture its layers apart: layers=...")
     return asked
 
 
@@ -93,6 +97,10 @@ def _patterns(session: Session, read: Prompts, asked: Sequence[Point], at: Seque
     """Attention of positions `at`, `[head key]` each, or its mass on a span, `[head]`."""
     if reduce is not None and not isinstance(reduce, Mass):
         raise EditError("patterns reduce to the attention mass on a span: reduce=mia.Mass(mia.span(...))")
+    biased = session._biased(per_prompt(edits, len(read.ids))) & {p.layer for p in asked}
+    if biased:
+        raise EditError(f"attention is rebuilt from queries and keys, without the AttentionBias that acts at layer {min(biased)}; "
+                        f"capture it without the bias, or z with it")
     heads = session._engine.shapes[Point("q", asked[0].layer)][0]
     spans = None if reduce is None else [reduce.where.spans(session._context(read, i)) for i in range(len(read.ids))]
     keys = max(max(places) + 1 for places in at)

@@ -138,10 +138,11 @@ class Session:
         (pos x d_vocab float32 each).
         """
         chosen = select(names_filter, self._points, self.n_layers, **self._dialect)
-        top = Point("resid_post", self.n_layers - 1)
         read = self._read(prompts).times(n)
         seeds = [None if seed is None else seed + i % n for i in range(len(read.ids))]
         edits = per_prompt(edits, len(read.ids) // n)
+        normed = any(p.kind == "final_norm" for mine in self._scoped(edits) for edit in mine for p in edit.steps)
+        top = Point("final_norm" if normed else "resid_post", self.n_layers - 1)  # what logits are rebuilt from
         rows = [((0, None if max_tokens > 1 else len(ids)),) for ids in read.ids]
         takes = [[Take(p.kind, p.layer, spans, before) for p in chosen] for spans in rows]
         for mine, spans in zip(takes, rows):
@@ -151,9 +152,10 @@ class Session:
         outputs, source = self._run(read, [edits[i // n] for i in range(len(read.ids))], params, takes)
         tokens = tuple(tuple([*prompt, *o.outputs[0].token_ids][:-1]) for prompt, o in zip(read.ids, outputs))
         dtypes = {p: self._engine.dtype_of(p.kind) for p in self._engine.shapes}
-        batch = Batch(tokens, tuple(map(len, read.ids)), self._engine.shapes, dtypes, self.n_layers, before=before, **self._dialect)
+        batch = Batch(tokens, tuple(map(len, read.ids)), self._engine.shapes, dtypes, self.n_layers, before=before,
+                      biased=self._biased(edits), **self._dialect)
         stream = ActivationCache(source, [top], replace(batch, before=False))
-        logits = self._logits(stream[top], stream.mask)
+        logits = self._logits(stream[top], stream.mask, normed)
         return logits, ActivationCache(source, chosen, batch, logits)
 
     def capture(self, prompts: Any, point: str = "resid_post", *, layers: int | Iterable[int] | None = None, at: Any = -1,
@@ -309,14 +311,22 @@ class Session:
     def _run(self, read: Prompts, edits: Any, params: dict[str, Any],
              takes: Sequence[Sequence[Take]] = (), reduce: Reduce | None = None,
              matrices: dict[str, torch.Tensor] | None = None) -> tuple[list, EngineRows]:
-        scoped = [edit for scope in ([] if self._muted else self._defaults, *self._scopes) for edit in scope]
-        edits = [[*scoped, *mine] for mine in per_prompt(edits, len(read.ids))]
+        edits = self._scoped(per_prompt(edits, len(read.ids)))
         return self._submit.run(read, edits, params, takes, reduce, matrices or {})
+
+    def _scoped(self, edits: Sequence[Sequence[Edit]]) -> list[list[Edit]]:
+        """Each request's edits, after the defaults and those of open scopes."""
+        scoped = [edit for scope in ([] if self._muted else self._defaults, *self._scopes) for edit in scope]
+        return [[*scoped, *mine] for mine in edits]
+
+    def _biased(self, edits: Sequence[Sequence[Edit]]) -> frozenset[int]:
+        """The layers whose attention any of these requests biases."""
+        return frozenset(p.layer for mine in self._scoped(edits) for edit in mine for p in edit.steps if p.kind == ATTENTION)
 
     def _context(self, read: Prompts, i: int) -> Context:
         return self._submit.context(read, i)
 
-    def _logits(self, stream: LazyTensor, real: torch.Tensor) -> LazyTensor:
+    def _logits(self, stream: LazyTensor, real: torch.Tensor, normed: bool) -> LazyTensor:
         if not self._engine.facts["has_unembedding"]:
             raise MiaError("this model transforms its hidden states after the final norm, so logits cannot be rebuilt")
         vocab = self._engine.config.model_config.get_vocab_size()
@@ -325,7 +335,7 @@ class Session:
             rows = stream.get()[real]
             found = []
             for part in rows.split(max(1, (256 << 20) // (4 * vocab))):
-                data = self._engine.rpc("unembed", part.contiguous().view(torch.uint8).numpy().tobytes())
+                data = self._engine.rpc("unembed", part.contiguous().view(torch.uint8).numpy().tobytes(), normed)
                 found.append(torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, vocab))
             out = torch.full((*real.shape, vocab), float("nan"))
             out[real] = torch.cat(found)

@@ -70,7 +70,7 @@ class Submitter:
             raise PromptError("a capture follows one continuation a prompt; use n=1 and repeat the prompt")
         self._check_tables(specs, vectors)
         self._check_memory(read.ids, specs, params.get("max_tokens") or self._max_len)
-        self._check_history(read.ids, specs, params.get("max_tokens") or self._max_len)
+        self._check_history(read.ids, specs, params.get("max_tokens") or self._max_len, params.get("n") or 1)
         extra = dict(params.pop("extra_args", None) or {})
         try:
             wired = [{KEY: encode(uid, spec)} if spec != Spec() else {} for uid, spec in zip(uids, specs)]
@@ -114,21 +114,25 @@ class Submitter:
             raise EditError(f"this batch names {worst} different vectors; the engine holds {room} at once. "
                             f"Submit it in parts, or load with a larger max_num_seqs")
         distinct = {spec: {s.terms for s in segments(spec) if s.terms} for spec in rows}
-        pieces = sorted((len(found) for found in distinct.values()), reverse=True)[:together]
-        lines = sorted((sum(map(len, found)) for found in distinct.values()), reverse=True)[:together]
-        if sum(pieces) > facts["programs"] or sum(lines) > facts["terms"] // 2:
-            raise EditError(f"these edits change {sum(pieces)} times along the positions of the requests that run together, in "
-                            f"{sum(lines)} terms; the engine holds {facts['programs']} and {facts['terms'] // 2}. Use fewer selectors or "
+        pieces = sum(sorted((len(found) for found in distinct.values()), reverse=True)[:together])
+        lines = _room_for([len(terms) for found in distinct.values() for terms in found], pieces)
+        if pieces > facts["programs"] or lines > facts["terms"]:
+            raise EditError(f"these edits change {pieces} times along the positions of the requests that run together, and need room "
+                            f"for {lines} terms; the engine holds {facts['programs']} and {facts['terms']}. Use fewer selectors or "
                             f"prompts, or a larger max_num_seqs")
+        unchunked = not self._engine.config.scheduler_config.enable_chunked_prefill
+        if unchunked and any(len({take.site for take in spec.takes}) < len(spec.takes) for spec in rows):
+            raise EditError("a point captured both before and after its edits takes twice the room, for which prompts must be chunked; "
+                            "load with enable_chunked_prefill=True")
         plans = {s.takes for spec in rows for s in segments(spec) if s.takes}
         plans = {tuple((take.site, take.before) for take in takes) for takes in plans}
         if len(plans) > facts["plans"]:
             raise EditError(f"this batch captures {len(plans)} different sets of points; the engine holds {facts['plans']}")
 
-    def _check_history(self, ids: list[list[int]], specs: Sequence[Spec], max_tokens: int) -> None:
+    def _check_history(self, ids: list[list[int]], specs: Sequence[Spec], max_tokens: int, n: int) -> None:
         """Refuse requests under an attention bias whose keys and values, run together, would not fit."""
-        lengths = sorted((len(prompt) + max_tokens for prompt, spec in zip(ids, specs) if spec.keeps_history), reverse=True)
-        wanted = sum(lengths[: self._engine.config.scheduler_config.max_num_seqs])
+        lengths = [min(len(prompt) + max_tokens, self._max_len) for prompt, spec in zip(ids, specs) for _ in range(n) if spec.keeps_history]
+        wanted = _room_for(lengths, self._engine.config.scheduler_config.max_num_seqs)
         room = self._engine.facts["biased_tokens"]
         if wanted > room:
             raise EditError(f"these requests under an AttentionBias hold up to {wanted} tokens together; the engine keeps {room}. "
@@ -146,6 +150,12 @@ class Submitter:
         if wanted > 0.8 * free:
             raise PromptError(f"this capture would take {human_bytes(wanted)} of the {human_bytes(free)} of memory that are free; "
                               f"ask for fewer points, layers or positions, or run it in parts")
+
+
+def _room_for(lengths: Sequence[int], together: int) -> int:
+    """The room in which runs of these lengths always find a place, `together` of them at a time, taken and freed in any order."""
+    k = min(len(lengths), together)
+    return min(sum(lengths), (2 * k - 1) * max(lengths)) if k else 0
 
 
 def _check_lora(lora: Any) -> None:

@@ -76,7 +76,8 @@ def test_rows_by_position_are_a_block_of_vectors_on_the_rows_that_they_cover() -
     found = compiled(mia.Replace(rows, [1], start=3, where=mia.everywhere() & ~mia.positions([5])))
     assert [(t.spans, t.origin, t.aligned) for t in found.terms] == [(((3, 5), (6, 7)), 3, 0), (((3, 5), (6, 7)), 3, 4)]
     assert torch.equal(found.vectors[found.terms[1].write], rows)
-    assert compiled(mia.Replace(rows, [1], start=5, where=mia.prompt())).terms == []
+    assert refused(mia.Replace(rows, [1], start=5, where=mia.prompt())) == (
+        "none of the 4 rows from position 5 on is selected by where=prompt()")
 
 
 @pytest.mark.parametrize("edit", [
@@ -101,7 +102,7 @@ def test_edits_at_one_point_keep_their_order_and_equal_vectors_are_one() -> None
 def test_compiled_terms_survive_the_wire() -> None:
     gate = mia.Gate([mia.Probe(U, 0, cosine=True, mean=ONES), mia.Probe(U, 0, "z")], below=1 / 3, rule="all", over="since")
     found = compiled(mia.Add(U, 1 / 3, [1], when=gate), mia.Add(U, 1e-30, [1], where=mia.positions([1, 3])),
-                     mia.Ablate([U, ONES], layers=[2], when=mia.After([7, 9]), schedule=mia.Decay(3)))
+                     mia.Ablate([U, ONES], layers=[2], when=mia.After([7, 9])), mia.Scale(0.5, [3], schedule=mia.Decay(3)))
     spec = Spec(tuple(found.terms), (), tuple(found.gates))
     assert decode(encode("r", spec))[1] == spec
 
@@ -132,6 +133,7 @@ def test_up_to_the_limit_terms_may_meet_at_one_point() -> None:
     (ONES, "Tensor is not an edit"),
     (mia.Add(ONES, layers=[0], where=mia.window(3, 3)), "selects nothing in a prompt of 5 tokens"),
     (mia.Replace(torch.ones(2, D), [1], start=3, schedule=mia.Decay(2)), "rows by position take no schedule"),
+    (mia.Add(ONES, layers=[1], when=mia.After([3]), schedule=mia.Decay(2)), "a gate that opens later would not wait for"),
 ])
 def test_an_edit_that_does_not_fit_the_model_is_an_error(edit: Any, says: str) -> None:
     assert says in refused(mia.Add(ONES, layers=[0]), edit)

@@ -325,3 +325,15 @@ def test_an_edit_that_means_nothing_is_an_error(build: Any, says: str) -> None:
     assert says in str(caught.value)
 
 
+
+
+def test_an_edit_that_was_compiled_travels_without_the_ids_of_this_process() -> None:
+    import pickle
+
+    edit = mia.Add(torch.randn(12, D), 1.0, range(12))
+    edit._addresses[id(edit)] = "another"
+    again = pickle.loads(pickle.dumps(edit))
+    assert again == edit
+    assert again._addresses == {}
+    edit.rows[next(iter(edit.rows))].mul_(5)
+    assert edit == again

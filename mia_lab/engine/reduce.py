@@ -9,6 +9,7 @@ from .tables import Tables
 from .wire import Reduce, Site
 
 _RESIDENT_BYTES = 1 << 30
+_WORK_BYTES = 256 << 20
 
 
 class Reducer:
@@ -22,10 +23,16 @@ class Reducer:
     def apply(self, how: Reduce, site: Site, rows: torch.Tensor) -> torch.Tensor:
         """Return float32 `[n m]` for rows `[n d]` (`[1 m]`, their sum, for a mean): m is 1 for a norm, 2 k for the largest
         values followed by their places, else the matrix's rows or d."""
-        values = rows.float()
         sha = next((sha for kind, layer, sha in how.matrices if (kind, layer) == site), None)
-        if sha is not None:
-            matrix = self._matrix(sha)
+        matrix = None if sha is None else self._matrix(sha)
+        size = len(rows) if matrix is None else max(1, _WORK_BYTES // (8 * len(matrix)))
+        found = torch.cat([self._some(how, matrix, part) for part in rows.split(size)])
+        return found.sum(0, keepdim=True) if how.mean else found
+
+    @staticmethod
+    def _some(how: Reduce, matrix: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+        values = rows.float()
+        if matrix is not None:
             values = torch.addmm(matrix[:, -1], values, matrix[:, :-1].T)
         if how.threshold is not None:
             values = torch.where(values > how.threshold, values, 0.0)
@@ -34,7 +41,7 @@ class Reducer:
         if how.k:
             top = values.topk(how.k, dim=1)
             values = torch.cat([top.values, top.indices.float()], 1)
-        return values.sum(0, keepdim=True) if how.mean else values
+        return values
 
     def _matrix(self, sha: str) -> torch.Tensor:
         if sha not in self._resident:

@@ -161,12 +161,16 @@ class Router:
         if spec not in self._segments:
             self._segments[spec] = self._resolve(spec)
         self._segments[spec].users += 1
-        self.gates.take(new.req_id, spec)
-        if spec.keeps_history:
-            length = len(new.prompt_token_ids) + new.sampling_params.max_tokens
-            self._history[new.req_id], _ = self._tables.history.take(new.req_id, length)
         self._live[new.req_id] = uid, spec
         self._stale = True
+        try:
+            self.gates.take(new.req_id, spec)
+            if spec.keeps_history:
+                length = len(new.prompt_token_ids) + new.sampling_params.max_tokens
+                self._history[new.req_id], _ = self._tables.history.take(new.req_id, length)
+        except BaseException:
+            self._release(new.req_id)
+            raise
 
     def _release(self, req_id: str) -> None:
         if req_id not in self._live:

@@ -18,31 +18,28 @@ def attach(scheduler: Scheduler, options: EngineOptions) -> None:
     cachekey.install()
     capturing: set[str] = set()
     doubled: set[str] = set()  # those of them that capture a point both before and after its edits
-    largest = 0  # rows that one waiting request may capture in a step, at most
     full_budget = scheduler.max_num_scheduled_tokens
     add_request, schedule = scheduler.add_request, scheduler.schedule
 
     def add(request: Request) -> None:
-        nonlocal largest
         spec = cachekey.spec_of(request)
         if spec is not None and spec.takes:
             capturing.add(request.request_id)
             request.mia_captures = {span for take in spec.takes for span in take.spans}  # looked at in every step
             if len({take.site for take in spec.takes}) < len(spec.takes):
                 doubled.add(request.request_id)
-            largest = max(largest, _rows_ahead(request))
         # The last prompt row is always computed; an earlier one could be served from the cache, uncomputed.
         if spec is not None and spec.first_row is not None and spec.first_row < request.num_prompt_tokens - 1:
             request.skip_reading_prefix_cache = True
         add_request(request)
 
     def schedule_within_arena(*args: Any, **kwargs: Any) -> Any:
-        nonlocal largest
         if capturing:
             capturing.intersection_update(scheduler.requests)
             doubled.intersection_update(capturing)
-            largest = largest if capturing else 0
         running = [request for request in scheduler.running if request.request_id in capturing]
+        names = {request.request_id for request in running}
+        largest = max((_rows_ahead(scheduler.requests[name]) for name in capturing - names), default=0)
         seats = min(len(capturing) - len(running), scheduler.max_num_running_reqs - len(scheduler.running))
         wanted = sum(map(_rows_ahead, running)) + seats * largest
         room = sizes.captured_tokens // 2 if doubled else sizes.captured_tokens

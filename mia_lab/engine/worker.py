@@ -155,12 +155,13 @@ class Lab:
             self._courier.drop(uid)
 
     @torch.inference_mode()
-    def unembed(self, rows: bytes) -> bytes:
-        """Return float32 logits `[n d_vocab]` for last-layer stream rows `[n d_model]` given in the model's dtype."""
+    def unembed(self, rows: bytes, normed: bool) -> bytes:
+        """Return float32 logits `[n d_vocab]` for last-layer stream rows `[n d_model]`, or for rows after the final norm where
+        `normed`, given in the model's dtype."""
         dtype = self._tables.arena.dtype
         stream = torch.frombuffer(bytearray(rows), dtype=dtype).view(-1, self._layout.width).to(self._tables.device)
         without_lora(self._runner, len(stream))
-        if self._layout.final_norm is not None:
+        if self._layout.final_norm is not None and not normed:
             norm = self._layout.final_norm
             stream = getattr(type(norm), "mia_inner", type(norm).forward)(norm, stream)
             stream = stream[0] if isinstance(stream, tuple) else stream

@@ -62,6 +62,13 @@ def test_a_share_is_reached_exactly(session: mia.Session) -> None:
 
 def test_what_cannot_be_biased_says_so(session: mia.Session, open_tiny: Callable[..., Any], family: str) -> None:
     ids = prompts(session, 1, 6)
+    inside = mia.AttentionBias(mia.window(2, 5), share=0.5, layers=[1])
+    with pytest.raises(EditError, match="without the AttentionBias that acts at layer 1"):
+        session.capture(ids, "pattern", edits=[inside])
+    _, cache = session.run_with_cache(ids, ["q", "k"], edits=[inside])
+    assert torch.isfinite(cache["pattern", 0].get()).all()
+    with pytest.raises(EditError, match="without the AttentionBias"):
+        cache["pattern", 1]
     with pytest.raises(EditError, match="one run"):
         session.generate(ids, edits=[mia.AttentionBias(mia.positions([2, 5]), share=0.5, layers=[1])])
     with pytest.raises(EditError, match="head 9"):

@@ -58,6 +58,16 @@ def test_every_point_and_rebuilt_attention(session: mia.Session, model: Any) -> 
     assert worst <= 1e-5
 
 
+def test_logits_follow_an_edit_after_the_final_norm(session: mia.Session, model: Any) -> None:
+    ids = prompts(session, 2, 15)
+    edit = zoo.Zoo(session).edits(Point("final_norm", session.n_layers - 1))["add"]
+    with session.steer(edit):
+        logits, _ = session.run_with_cache(ids, ["resid_post"])
+    for i, tokens in enumerate(ids):
+        theirs, _ = reference.run(model, tokens, (), [edit])
+        assert (logits[i, : len(tokens)].log_softmax(-1) - theirs.log_softmax(-1)).abs().max() < 1e-4
+
+
 def test_attention_of_one_row_and_its_mass_on_a_span(session: mia.Session, model: Any) -> None:
     ids = prompts(session, 3, 8)
     ours = session.capture(ids, "pattern", at=-1)

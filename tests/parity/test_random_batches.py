@@ -69,7 +69,7 @@ class Drawer:
         r = self.random
         point = r.choice(self.points)
         if r.random() < 0.15:
-            return self.animals.aligned(point, r.randrange(0, n), r.randrange(1, 30))
+            return self.animals.aligned(point, r.randrange(1, n), r.randrange(1, 30))
         rest: dict[str, Any] = {"where": self._selector(n)}
         if r.random() < 0.35:
             rest |= self._gate(point, n)
