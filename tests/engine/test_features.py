@@ -158,6 +158,46 @@ def test_what_is_refused_says_why(models: Path, option: dict[str, Any], reason: 
         mia.Session(str(tiny.build("llama", models)), tokenizer=str(tiny.tokenizer(models)), dtype="float32", **PLAIN, **option)
 
 
+def four_bit(source: Path, folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Round the blocks' projections of a model to 4 bits in GPTQ's format; return the folder and what the weights became."""
+    from safetensors.torch import load_file
+
+    path, group = folder / "gptq", 32
+    weights, rounded = load_file(source / "model.safetensors"), {}
+    out = {name: tensor.bfloat16() for name, tensor in weights.items() if "_proj" not in name}
+    shifts = torch.arange(0, 32, 4)
+    for name in weights.keys() - out.keys():
+        w = weights[name].float().T  # [in out]
+        scales = (w.unflatten(0, (-1, group)).abs().amax(1) / 7).bfloat16()
+        q = (w / scales.float().repeat_interleave(group, 0)).round().clamp(-8, 7)
+        rounded[name] = (q * scales.float().repeat_interleave(group, 0)).T
+        packed = ((q + 8).long().unflatten(0, (-1, 8)) << shifts[None, :, None]).sum(1)
+        zeros = (torch.full((len(scales), w.shape[1] // 8, 8), 7) << shifts).sum(-1)
+        stem = name.removesuffix(".weight")
+        out |= {f"{stem}.qweight": packed.to(torch.int64).bitwise_and(0xFFFFFFFF).to(torch.uint32).view(torch.int32),
+                f"{stem}.qzeros": zeros.to(torch.int64).to(torch.uint32).view(torch.int32), f"{stem}.scales": scales,
+                f"{stem}.g_idx": torch.arange(len(w), dtype=torch.int32) // group}
+    path.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in out.items()}, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16", "quantization_config": {
+        "quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": True, "checkpoint_format": "gptq"}}
+    (path / "config.json").write_text(json.dumps(config))
+    return path, rounded
+
+
+@pytest.mark.skipif(CUDA, reason="its CUDA kernels need wider layers")
+def test_four_bit_weights(models: Path, model: Any) -> None:
+    """Against Hugging Face with the rounded weights written out."""
+    path, rounded = four_bit(tiny.build("llama", models), models)
+    with torch.no_grad():
+        for name, weight in rounded.items():
+            model.get_parameter(name).copy_(weight)
+    with mia.Session(str(path), points=None, tokenizer=str(tiny.tokenizer(models)), dtype="bfloat16", **PLAIN) as session:
+        ours = edit(session)
+        _, cache = session.run_with_cache(IDS, max_tokens=5, edits=[ours])
+        check_rows(session, model, cache, [ours])
+
+
 @pytest.mark.gpu
 def test_sleep_and_wake(open_tiny: Callable[..., Any], model: Any) -> None:
     session = open_tiny("llama", points=None, enable_sleep_mode=True, **PLAIN)
