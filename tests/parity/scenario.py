@@ -16,6 +16,8 @@ from parity import reference
 TIGHT = dict(max_model_len=256, max_num_batched_tokens=64, max_num_seqs=8, max_captured_tokens=48, block_size=32,
  num_gpu_blocks_override=12, enable_prefix_caching=True, disable_log_stats=False)
 NEW_TOKENS = 40
+# Every point, on CUDA compiled and in graphs; room enough to leave preemption out.
+EVERYTHING = TIGHT | dict(num_gpu_blocks_override=64, points=None, enforce_eager=not torch.cuda.is_available())
 _INSTEAD = {"resid_mid": ("attn_out",), "attn_out": ("resid_mid",)}  # where a family lacks a point
 
 
@@ -122,3 +124,21 @@ def compare(outcomes: list[Outcome], model: Any, points: tuple[Point, ...], shap
 def preemptions(session: mia.Session) -> int:
     """How many times the engine preempted a request so far."""
     return sum(m.value for m in session._engine.llm.get_metrics() if m.name == "vllm:num_preemptions")
+
+
+def check(session: mia.Session, model: Any, batch: list[Request], tokens: int = 12) -> list[Outcome]:
+    """Run a batch and compare every row of every point with Hugging Face."""
+    outcomes = run(session, batch, tokens)
+    points = tuple(p for p in session.tapped if p.kind != "router")
+    row, logprob = compare(outcomes, model, points, session._submit.model.shapes)
+    print(f"worst row {row:.2e}, worst log-probability {logprob:.2e} in {len(batch)} requests")
+    assert row <= 1e-5
+    assert logprob <= 1e-4
+    return outcomes
+
+
+def prompts(n: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of 10 to 100 tokens that begin with BOS."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(10, 100, (n,), generator=draw).tolist()
+    return [[1, *torch.randint(3, 320, (length - 1,), generator=draw).tolist()] for length in lengths]

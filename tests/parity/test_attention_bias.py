@@ -2,18 +2,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 
 import mia_lab as mia
 from mia_lab.errors import EditError
 from mia_lab.points import Point
 from parity import scenario, zoo
-from parity.test_edits import OPTIONS, check, prompts
 
 pytestmark = pytest.mark.full
 
@@ -25,12 +22,11 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def session(open_tiny: Callable[..., Any], family: str) -> mia.Session:
-    return open_tiny(family, **OPTIONS | dict(max_biased_tokens=1024, num_gpu_blocks_override=24))
+    return open_tiny(family, **scenario.EVERYTHING | dict(max_biased_tokens=1024, num_gpu_blocks_override=24))
 
 
-def test_shares_and_biases(session: mia.Session, models: Path, family: str) -> None:
+def test_shares_and_biases(session: mia.Session, model: Any) -> None:
     """Window, softcap and sinks among the families; prompts longer than a step, prefix cache on, some preempted."""
-    model = tiny.load(tiny.build(family, models)).double()
     animals = zoo.Zoo(session)
     layers = list(range(session.n_layers))
     probe, readings = animals.probe(Point("resid_post", 0))
@@ -45,12 +41,12 @@ def test_shares_and_biases(session: mia.Session, models: Path, family: str) -> N
         [mia.AttentionBias(span, share=0.9, layers=layers, when=mia.After(list(range(100, 160))))],
         [],
     ]
-    batch = [scenario.Request(ids, mine) for ids, mine in zip(prompts(session, len(edits), 4), edits)]
-    check(session, model, batch)
+    batch = [scenario.Request(ids, mine) for ids, mine in zip(scenario.prompts(len(edits), 4), edits)]
+    scenario.check(session, model, batch)
 
 
 def test_a_share_is_reached_exactly(session: mia.Session) -> None:
-    ids = prompts(session, 2, 5)
+    ids = scenario.prompts(2, 5)
     edit = mia.AttentionBias(mia.window(2, 6), share=0.4, layers=[1])
     before = session.capture(ids, "pattern", layers=1, at=-1, reduce=mia.Mass(mia.window(2, 6)))
     z = session.capture(ids, "z", layers=1, at=-1, edits=[edit])
@@ -61,7 +57,7 @@ def test_a_share_is_reached_exactly(session: mia.Session) -> None:
 
 
 def test_what_cannot_be_biased_says_so(session: mia.Session, open_tiny: Callable[..., Any], family: str) -> None:
-    ids = prompts(session, 1, 6)
+    ids = scenario.prompts(1, 6)
     inside = mia.AttentionBias(mia.window(2, 5), share=0.5, layers=[1])
     with pytest.raises(EditError, match="without the AttentionBias that acts at layer 1"):
         session.capture(ids, "pattern", edits=[inside])

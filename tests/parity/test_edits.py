@@ -1,12 +1,9 @@
 """Every edit at every kind of point, every gate and schedule, against Hugging Face, in one mixed batch each."""
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 
 import mia_lab as mia
@@ -14,40 +11,11 @@ from mia_lab.points import Point
 from parity import scenario, zoo
 
 pytestmark = pytest.mark.full
-OPTIONS = scenario.TIGHT | dict(num_gpu_blocks_override=64, points=None, enforce_eager=not torch.cuda.is_available())
-
-
-def check(session: mia.Session, model: Any, batch: list[scenario.Request], tokens: int = 12) -> list[scenario.Outcome]:
-    """Run a batch and compare every row of every point with Hugging Face."""
-    outcomes = scenario.run(session, batch, tokens)
-    points = tuple(p for p in session.tapped if p.kind != "router")
-    row, logprob = scenario.compare(outcomes, model, points, session._submit.model.shapes)
-    print(f"worst row {row:.2e}, worst log-probability {logprob:.2e} in {len(batch)} requests")
-    assert row <= 1e-5
-    assert logprob <= 1e-4
-    return outcomes
-
-
-def prompts(session: mia.Session, n: int, seed: int = 0) -> list[list[int]]:
-    """Prompts of 10 to 100 tokens that begin with BOS."""
-    draw = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(10, 100, (n,), generator=draw).tolist()
-    return [[1, *torch.randint(3, 320, (length - 1,), generator=draw).tolist()] for length in lengths]
 
 
 @pytest.fixture(params=["llama", "gemma3", "gpt2"])
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-@pytest.fixture
-def session(open_tiny: Callable[..., Any], family: str) -> mia.Session:
-    return open_tiny(family, **OPTIONS)
-
-
-@pytest.fixture
-def model(models: Path, family: str) -> Any:
-    return tiny.load(tiny.build(family, models)).double()
 
 
 def test_every_edit_at_every_point(session: mia.Session, model: Any) -> None:
@@ -56,7 +24,7 @@ def test_every_edit_at_every_point(session: mia.Session, model: Any) -> None:
     kinds = {p.kind: p for p in editable if p.layer in (1, 0)} | {p.kind: p for p in editable if p.kind == "final_norm"}
     every = [edit for point in kinds.values() for edit in animals.edits(point).values()]
     assert len(kinds) >= 9
-    check(session, model, [scenario.Request(ids, [edit]) for ids, edit in zip(prompts(session, len(every)), every)])
+    scenario.check(session, model, [scenario.Request(ids, [edit]) for ids, edit in zip(scenario.prompts(len(every)), every)])
 
 
 def test_gates_and_schedules(session: mia.Session, model: Any) -> None:
@@ -77,25 +45,25 @@ def test_gates_and_schedules(session: mia.Session, model: Any) -> None:
     edits.append([animals.edits(place, schedule=mia.Decay(5.0))["add"],
                   animals.edits(place, schedule=mia.Decay(3), where=mia.generated())["blend"]])
     edits.append([animals.edits(Point("resid_post", 0), where=mia.generated(3))["replace"]])
-    outcomes = check(session, model, [scenario.Request(ids, mine) for ids, mine in zip(prompts(session, len(edits), 1), edits)])
+    outcomes = scenario.check(session, model, [scenario.Request(ids, mine) for ids, mine in zip(scenario.prompts(len(edits), 1), edits)])
     assert len({tuple(o.ids[-12:]) for o in outcomes}) > 10
 
 
 def test_edits_compose_in_the_stated_order(session: mia.Session, model: Any) -> None:
     animals = zoo.Zoo(session)
     found = list(animals.edits(Point("resid_post", 1)).values())
-    ids = prompts(session, 1)[0]
+    ids = scenario.prompts(1)[0]
     batch = [scenario.Request(ids, found[i : i + 4]) for i in range(len(found) - 4)]
     batch += [scenario.Request(ids, found[i : i + 4][::-1]) for i in range(len(found) - 4)]
-    outcomes = check(session, model, batch)
+    outcomes = scenario.check(session, model, batch)
     assert not torch.allclose(outcomes[0].rows[Point("resid_post", 1)], outcomes[len(found) - 4].rows[Point("resid_post", 1)])
 
 
 def test_rows_of_another_request_by_position(session: mia.Session, model: Any) -> None:
     animals = zoo.Zoo(session)
-    ids = prompts(session, 4, 3)
+    ids = scenario.prompts(4, 3)
     batch = [scenario.Request(ids[0], [animals.aligned(Point("resid_post", 1), 3, 5)]),
              scenario.Request(ids[1], [animals.aligned(Point("z", 2), 0, 40, blend=0.5)]),
              scenario.Request(ids[2], [animals.aligned(Point("resid_mid", 0), len(ids[2]) - 2, 6, where=mia.everywhere())]),
              scenario.Request(ids[3], [animals.aligned(Point("mlp_out", 3), 2, 60, where=mia.prompt() & ~mia.positions([4, 5]))])]
-    check(session, model, batch)
+    scenario.check(session, model, batch)

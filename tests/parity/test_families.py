@@ -69,11 +69,12 @@ def check(family: str, points: Any, open_tiny: Callable[..., Any], models: Path,
 
 
 def inside(session: mia.Session, compared: tuple[Point, ...]) -> list[scenario.Request]:
-    """Requests that edit the points inside blocks, two kinds of edit each."""
+    """Requests with every kind of edit of the stream, and two kinds at each of the points inside blocks."""
     animals = zoo.Zoo(session)
     places = {p.kind: p for p in compared if p.kind not in _RESIDUAL and p in session._submit.model.editable}
     draw = torch.Generator().manual_seed(1)
     edits = [animals.edits(p)[name] for p in places.values() for name in ("ablate", "scale heads" if p.kind == "z" else "add")]
+    edits += animals.edits(Point("resid_post", 1)).values()
     return [scenario.Request([1, *torch.randint(3, 320, (30,), generator=draw).tolist()], [edit]) for edit in edits]
 
 

@@ -13,8 +13,7 @@ import mia_lab as mia
 from mia_lab.errors import PromptError, UnsupportedError
 from mia_lab.points import Point
 from mia_lab.prompts import Prompts
-from parity import reference, zoo
-from parity.test_edits import OPTIONS, prompts
+from parity import reference, scenario, zoo
 
 pytestmark = pytest.mark.full
 FAMILIES = ["llama", "gemma3", "gpt2", "mixtral", "qwen3"]
@@ -25,18 +24,8 @@ def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
-def session(open_tiny: Callable[..., Any], family: str) -> mia.Session:
-    return open_tiny(family, **OPTIONS)
-
-
-@pytest.fixture
-def model(models: Path, family: str) -> Any:
-    return tiny.load(tiny.build(family, models)).double()
-
-
 def test_every_point_and_rebuilt_attention(session: mia.Session, model: Any) -> None:
-    ids = prompts(session, 5, 7)
+    ids = scenario.prompts(5, 7)
     animals = zoo.Zoo(session)
     edits = [[animals.edits(Point("resid_post", 1))["add"]], None, [animals.edits(Point("z", 2))["scale heads"]], None, None]
     logits, cache = session.run_with_cache(ids, max_tokens=4, edits=edits)
@@ -59,7 +48,7 @@ def test_every_point_and_rebuilt_attention(session: mia.Session, model: Any) -> 
 
 
 def test_logits_follow_an_edit_after_the_final_norm(session: mia.Session, model: Any) -> None:
-    ids = prompts(session, 2, 15)
+    ids = scenario.prompts(2, 15)
     edit = zoo.Zoo(session).edits(Point("final_norm", session.n_layers - 1))["add"]
     with session.steer(edit):
         logits, _ = session.run_with_cache(ids, ["resid_post"])
@@ -69,7 +58,7 @@ def test_logits_follow_an_edit_after_the_final_norm(session: mia.Session, model:
 
 
 def test_attention_of_one_row_and_its_mass_on_a_span(session: mia.Session, model: Any) -> None:
-    ids = prompts(session, 3, 8)
+    ids = scenario.prompts(3, 8)
     ours = session.capture(ids, "pattern", at=-1)
     mass = session.capture(ids, "pattern", at=[0, -1], reduce=mia.Mass(mia.window(2, 6)), layers=[1, 3])
     assert ours.shape == (3, session.n_layers, session._submit.model.shapes[Point("q", 0)][0], max(map(len, ids)))
@@ -85,7 +74,7 @@ def test_attention_of_one_row_and_its_mass_on_a_span(session: mia.Session, model
 
 
 def test_rows_before_the_edits_at_their_point(session: mia.Session, model: Any) -> None:
-    ids = prompts(session, 2, 9)
+    ids = scenario.prompts(2, 9)
     animals = zoo.Zoo(session)
     edit = animals.edits(Point("resid_post", 1))["replace"]
     for before in (True, False):
@@ -100,7 +89,7 @@ def test_rows_before_the_edits_at_their_point(session: mia.Session, model: Any) 
 
 
 def test_reductions_are_what_the_rows_give(session: mia.Session) -> None:
-    ids = prompts(session, 3, 10)
+    ids = scenario.prompts(3, 10)
     at = [1, 4, -1]
     rows = session.capture(ids, "resid_mid", at=at).double()  # [prompt layer pos d]
     d = rows.shape[-1]
@@ -125,7 +114,7 @@ def test_reductions_are_what_the_rows_give(session: mia.Session) -> None:
 
 
 def test_a_selector_says_which_rows_to_capture(session: mia.Session) -> None:
-    ids = prompts(session, 3, 14)
+    ids = scenario.prompts(3, 14)
     every = session.capture(ids, layers=1, at=None)
     for where in (mia.last(), mia.window(2, 5) | mia.last(), ~mia.tokens(*range(3, 200)) & mia.prompt()):
         rows = session.capture(ids, layers=1, at=where)
@@ -138,7 +127,7 @@ def test_a_selector_says_which_rows_to_capture(session: mia.Session) -> None:
 
 
 def test_a_vector_projects_on_its_own_layer(session: mia.Session) -> None:
-    ids = prompts(session, 2, 11)
+    ids = scenario.prompts(2, 11)
     rows = session.capture(ids, at=-1)
     unit = torch.ones(session.n_layers)
     vector = mia.Vector("resid_post", tuple(range(session.n_layers)), torch.randn(session.n_layers, session.d_model), unit, unit)
@@ -147,7 +136,7 @@ def test_a_vector_projects_on_its_own_layer(session: mia.Session) -> None:
 
 
 def test_several_continuations_of_a_prompt(session: mia.Session) -> None:
-    ids = [p[:7] for p in prompts(session, 2, 12)]  # vLLM's CPU build cannot seed a prompt that it computes in pieces
+    ids = [p[:7] for p in scenario.prompts(2, 12)]  # vLLM's CPU build cannot seed a prompt that it computes in pieces
     _, cache = session.run_with_cache(ids, ["resid_post"], n=3, max_tokens=6, temperature=1.5, seed=5)
     again = [session.completions(p, max_tokens=6, temperature=1.5, seed=5 + k).outputs[0].token_ids for p in ids for k in range(3)]
     assert [list(tokens[n:]) for tokens, n in zip(cache.tokens, cache.n_prompt)] == [list(found)[:-1] for found in again]
@@ -156,9 +145,9 @@ def test_several_continuations_of_a_prompt(session: mia.Session) -> None:
 
 
 def test_router_and_chosen_experts(open_tiny: Callable[..., Any], models: Path) -> None:
-    session = open_tiny("mixtral", **OPTIONS)
+    session = open_tiny("mixtral", **scenario.EVERYTHING)
     model = tiny.load(tiny.build("mixtral", models)).double()
-    ids = prompts(session, 3, 13)
+    ids = scenario.prompts(3, 13)
     _, cache = session.run_with_cache(ids, ["router"])
     for layer in range(session.n_layers):
         try:
