@@ -122,10 +122,6 @@ def refuse_unsupported(vllm_config: VllmConfig, sizes: Sizes) -> None:
          "scheduler_cls=None"),
         (vllm_config.model_config.runner_type != "generate", "only generating models have decode rows", "runner='generate'"),
         (vllm_config.model_config.is_encoder_decoder, "the encoder's rows are not tapped", "a decoder-only model"),
-        (getattr(vllm_config.cache_config, "mamba_cache_mode", "") == "align" and vllm_config.cache_config.block_size is not None
-         and sizes.captured_tokens // 2 < vllm_config.cache_config.block_size,
-         "steps that fit the captured rows would be shorter than a block of states",
-         f"max_captured_tokens={2 * (vllm_config.cache_config.block_size or 0)} or enable_prefix_caching=False"),
         (getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False), "it skips prompt rows",
          "kv_sharing_fast_prefill=False"),
         (not scheduler.enable_chunked_prefill and sizes.captured_tokens < scheduler.max_num_batched_tokens,

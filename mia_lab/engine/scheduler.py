@@ -3,7 +3,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..errors import UnsupportedError
 from . import cachekey
+from .adapters import splits_state_blocks
 from .config import EngineOptions, Sizes, refuse_unsupported
 
 if TYPE_CHECKING:
@@ -15,6 +17,10 @@ def attach(scheduler: Scheduler, options: EngineOptions) -> None:
     """Teach one scheduler about specs. Called once, when an engine that opted in builds it."""
     sizes = Sizes.of(scheduler.vllm_config, options)
     refuse_unsupported(scheduler.vllm_config, sizes)
+    cache = scheduler.vllm_config.cache_config
+    if getattr(cache, "mamba_cache_mode", "") == "align" and sizes.captured_tokens // 2 < cache.block_size and not splits_state_blocks():
+        raise UnsupportedError(f"steps of {sizes.captured_tokens // 2} captured rows are shorter than a block of states, and would never "
+                               f"be scheduled. Load with max_captured_tokens={2 * cache.block_size} or enable_prefix_caching=False")
     cachekey.install()
     capturing: set[str] = set()
     doubled: set[str] = set()  # those of them that capture a point both before and after its edits

@@ -38,8 +38,7 @@ def adapter_for(runner: Any) -> Adapter:
     """Return the adapter for a runner; UnsupportedError for an unknown version or runner, with what is supported."""
     from . import v1, v2
 
-    release = vllm.__version__.split("+")[0]
-    version = tuple(int(part) for part in release.split(".")[:3] if part.isdigit())
+    release, version = _release()
     if not SUPPORTED[0] <= version < SUPPORTED[1]:
         raise UnsupportedError(f"vLLM {vllm.__version__} is not supported; supported is 0.25.1 up to 0.33")
     if release not in TESTED:
@@ -49,6 +48,16 @@ def adapter_for(runner: Any) -> Adapter:
             return adapter(runner)
     raise UnsupportedError(f"the model runner {type(runner).__module__}.{type(runner).__name__} is not supported; "
                            f"supported are vLLM's V1 and V2 runners")
+
+
+def splits_state_blocks() -> bool:
+    """Whether this vLLM schedules less than a block of a hybrid model's states where a step's budget is smaller."""
+    return _release()[1] >= (0, 32)
+
+
+def _release() -> tuple[str, tuple[int, ...]]:
+    release = vllm.__version__.split("+")[0]
+    return release, tuple(int(part) for part in release.split(".")[:3] if part.isdigit())
 
 
 def takes(method: Any, *names: str) -> bool:
