@@ -121,7 +121,7 @@ class Submitter:
                             f"for {lines} terms; the engine holds {facts['programs']} and {facts['terms']}. Use fewer selectors or "
                             f"prompts, or a larger max_num_seqs")
         unchunked = not self._engine.config.scheduler_config.enable_chunked_prefill
-        if unchunked and any(len({take.site for take in spec.takes}) < len(spec.takes) for spec in rows):
+        if unchunked and any(spec.takes_twice for spec in rows):
             raise EditError("a point captured both before and after its edits takes twice the room, for which prompts must be chunked; "
                             "load with enable_chunked_prefill=True")
         plans = {s.takes for spec in rows for s in segments(spec) if s.takes}

@@ -32,7 +32,7 @@ def attach(scheduler: Scheduler, options: EngineOptions) -> None:
         if spec is not None and spec.takes:
             capturing.add(request.request_id)
             request.mia_captures = {span for take in spec.takes for span in take.spans}  # looked at in every step
-            if len({take.site for take in spec.takes}) < len(spec.takes):
+            if spec.takes_twice:
                 doubled.add(request.request_id)
         # The last prompt row is always computed; an earlier one could be served from the cache, uncomputed.
         if spec is not None and spec.first_row is not None and spec.first_row < request.num_prompt_tokens - 1:
@@ -40,9 +40,12 @@ def attach(scheduler: Scheduler, options: EngineOptions) -> None:
         add_request(request)
 
     def schedule_within_arena(*args: Any, **kwargs: Any) -> Any:
-        if capturing:
+        if capturing:  # an intersection looks at every request
             capturing.intersection_update(scheduler.requests)
-            doubled.intersection_update(capturing)
+        if not capturing:
+            scheduler.max_num_scheduled_tokens = full_budget
+            return schedule(*args, **kwargs)
+        doubled.intersection_update(capturing)
         running = [request for request in scheduler.running if request.request_id in capturing]
         names = {request.request_id for request in running}
         largest = max((_rows_ahead(scheduler.requests[name]) for name in capturing - names), default=0)

@@ -127,6 +127,11 @@ class Spec:
         return 0 if self.keeps_history else min(rows, default=None)
 
     @property
+    def takes_twice(self) -> bool:
+        """Whether a point is captured both before and after its edits, so that its rows take twice the room."""
+        return len({take.site for take in self.takes}) < len(self.takes)
+
+    @property
     def keeps_history(self) -> bool:
         """Whether the request's keys and values are kept, for a bias of its attention."""
         return any(term.op == "bias" for term in self.terms)
