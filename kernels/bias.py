@@ -110,10 +110,10 @@ if triton is not None:
         program = tl.load(rows + row * 6)
         if (base < 0) | (program < 0):
             return
-        count = tl.load(index + program * 2 + 1)
+        count = tl.load(index + program * 4 + 1)
         if count == 0:
             return
-        first = tl.load(index + program * 2)
+        first = tl.load(index + program * 4)
         w = words + first * 8
         f = numbers + first * 8
         position = tl.load(rows + row * 6 + 3)

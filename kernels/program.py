@@ -5,6 +5,11 @@ from __future__ import annotations
 PROGRAM, PLAN, BASE, POSITION, SLOT, HISTORY = range(6)
 ROW_COLUMNS = 6
 
+# index, int32: a program's terms at one point. A program of one plain addition is written out here as well, so that it
+# costs the tap one read less: the place of its vector (-1 otherwise) and the bits of its coefficient.
+FIRST, COUNT, PLAIN, PLAIN_COEFF = range(4)
+INDEX_COLUMNS = 4
+
 # words, int32, one line a term.
 OP, READ, WRITE, GATE, FIRST_COLUMN, LAST_COLUMN, ORIGIN, FLAGS = range(8)
 # numbers, float32, beside the words.

@@ -26,19 +26,19 @@ def tap_reference(x: Tensor, residual: Tensor | None, rows: Tensor, index: Tenso
     """Apply the tap in place with plain torch operators, on any device.
 
     x `[..., d]`: the half of the stream that is edited; residual `[..., d]` or None: the other half.
-    rows int32 `[tokens 6]`; index int32 `[programs 2]`: first term and how many; words int32 and numbers float32
-    `[terms 8]`; bank float32 `[vectors width]`, width >= d; offsets int32 `[plans 2]`: before, after; arena `[values]`, flat;
+    rows int32 `[tokens 6]`; index int32 `[programs 4]`: see `program.py`; words int32 and numbers float32 `[terms 8]`;
+    bank float32 `[vectors width]`, width >= d; offsets int32 `[plans 2]`: before, after; arena `[values]`, flat;
     measures float32 `[tokens gates]`; opens int32 `[slots gates]`. Sums are in float32 and cast once.
     """
     d = x.shape[-1]
     flat = x.view(-1, d)
     other = None if residual is None else residual.view(-1, d)
     table = rows[: flat.shape[0]]
-    count = torch.where(table[:, P.PROGRAM] >= 0, index[table[:, P.PROGRAM].clamp(min=0).long(), 1], 0)
+    count = torch.where(table[:, P.PROGRAM] >= 0, index[table[:, P.PROGRAM].clamp(min=0).long(), P.COUNT], 0)
     edited = (count > 0).nonzero().flatten()
     _capture(flat, other, table, offsets[:, 0], arena, wide=False)
     if edited.numel():
-        first = index[table[edited, P.PROGRAM].long(), 0].long()
+        first = index[table[edited, P.PROGRAM].long(), P.FIRST].long()
         value = flat[edited].float()
         whole = value if other is None else value + other[edited].float()
         delta = _run(whole, table[edited], edited, first, count[edited], words, numbers, bank[:, :d], measures, opens)
@@ -125,112 +125,174 @@ if triton is not None:
     _FRESH, _PER_ROW, _ALIGNED, _COSINE, _VOTE, _BEGINS = (tl.constexpr(1 << bit) for bit in range(6))
 
     @triton.jit
-    def _program(h0, at, row, rows, index, words, numbers, bank, measures, opens, width, cols, mask,
+    def keep(pointer):
+        """Read a table entry, and ask the L2 cache to hold it while weights stream through: the next layer reads it again."""
+        return tl.load(pointer, eviction_policy="evict_last")
+
+    @triton.jit
+    def vector(bank, place, width, cols, mask):
+        """Read a vector of the bank, which is likely to be read again."""
+        return tl.load(bank + place.to(tl.int64) * width + cols, mask=mask, other=0.0, eviction_policy="evict_last")
+
+    @triton.jit
+    def capture(arena, place, values, cols, mask, RATIO: tl.constexpr):
+        """Store a row in the arena, unless `place` is -1."""
+        if place >= 0:
+            tl.store(arena + place // RATIO + cols, values.to(arena.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def prologue(rows, index, bank, offsets, row, width, cols, mask, EDITS: tl.constexpr, BLOCK: tl.constexpr):
+        """Read all that the tables say of a row: its program's line of `index` (or -1 for none), its plain addition if it is
+        one, and where in the arena its value goes before and after its edits (or -1)."""
+        program = keep(rows + row * 6)
+        plan = keep(rows + row * 6 + 1)
+        base = keep(rows + row * 6 + 2).to(tl.int64)
+        before = base - base - 1
+        after = before
+        line = before
+        added = tl.zeros([BLOCK], dtype=tl.float32)
+        plain = program * 0 - 1
+        if plan >= 0:
+            first = keep(offsets + plan * 2)
+            last = keep(offsets + plan * 2 + 1)
+            before = tl.where(first >= 0, base + first, before)
+            after = tl.where(last >= 0, base + last, after)
+        if EDITS and program >= 0:
+            count = keep(index + program * 4 + 1)
+            plain = keep(index + program * 4 + 2)
+            coeff = keep(index + program * 4 + 3).to(tl.float32, bitcast=True)
+            line = tl.where(count > 0, program.to(tl.int64), line)
+            if plain >= 0:
+                added = coeff * vector(bank, plain, width, cols, mask)
+        return line, plain, added, before, after
+
+    @triton.jit
+    def apply(value, other, line, plain, added, row, rows, index, words, numbers, bank, measures, opens, width, cols, mask,
+              GATES: tl.constexpr, BLOCK: tl.constexpr):
+        """Return the half `value` of a row's stream as its program leaves it."""
+        if plain >= 0:
+            value += added
+        elif line >= 0:
+            value += _program(value + other, keep(index + line * 4), keep(index + line * 4 + 1), row, rows, words, numbers, bank,
+                              measures, opens, width, cols, mask, GATES, BLOCK)
+        return value
+
+    @triton.jit
+    def _program(h0, first, count, row, rows, words, numbers, bank, measures, opens, width, cols, mask,
                  GATES: tl.constexpr, BLOCK: tl.constexpr):
-        """Run one row's program on its value `h0`; return what it adds."""
-        position = tl.load(rows + row * 6 + 3)
-        slot = tl.load(rows + row * 6 + 4)
-        first = tl.load(index + at * 2)
-        count = tl.load(index + at * 2 + 1)
+        """Run terms one after the other."""
+        position = keep(rows + row * 6 + 3)
+        slot = keep(rows + row * 6 + 4)
         delta = tl.zeros([BLOCK], dtype=tl.float32)
         seen = h0
         for k in range(count):
             w = words + (first + k) * 8
             f = numbers + (first + k) * 8
-            op = tl.load(w)
-            flags = tl.load(w + 7)
-            gate = tl.load(w + 3)
-            write = tl.load(w + 2)
-            origin = tl.load(w + 6)
-            coeff = tl.load(f)
-            rate = tl.load(f + 5)
-            threshold = tl.load(f + 6)
-            if rate != 0:
-                coeff *= tl.exp2(rate * (position - origin).to(tl.float32))
-            if (gate >= 0) & (op != _MEASURE):
-                if (flags & _PER_ROW) > 0:
-                    is_open = tl.load(measures + row * GATES + gate) > tl.load(f + 7)
-                else:
-                    is_open = position >= tl.load(opens + slot * GATES + gate)
-                coeff = tl.where(is_open, coeff, 0.0)
+            op = keep(w)
+            flags = keep(w + 7)
+            gate = keep(w + 3)
+            write = keep(w + 2)
+            coeff = _coefficient(w, f, op, flags, gate, position, slot, row, measures, opens, GATES)
             if (flags & _FRESH) > 0:
                 seen = h0 + delta
             if coeff != 0:
-                weight = coeff
-                offset = tl.load(f + 2)
                 p = 0.0
                 if (op != _ADD) & (op != _SCALE) & (op != _RENORM):
-                    u = tl.load(bank + tl.load(w + 1).to(tl.int64) * width + cols, mask=mask, other=0.0)
-                    p = tl.sum(seen * u, axis=0)
-                    low = tl.load(f + 3)
-                    if op == _AFFINE:
-                        weight = coeff * (tl.load(f + 1) * p + offset)
-                    elif op == _CLIP:
-                        weight = coeff * (tl.minimum(tl.maximum(p, low), tl.load(f + 4)) - p)
-                    elif op == _FEATURE:
-                        weight = coeff * (low - tl.where(p + offset > threshold, p + offset, 0.0))
+                    p = tl.sum(seen * vector(bank, keep(w + 1), width, cols, mask), axis=0)
                 if op == _MEASURE:
-                    reading = p + offset
-                    if (flags & _COSINE) > 0:
-                        mean = tl.load(bank + write.to(tl.int64) * width + cols, mask=mask & (write >= 0), other=0.0)
-                        away = tl.where(mask, seen - mean, 0.0)
-                        reading = reading / tl.sqrt_rn(tl.sum(away * away, axis=0))
-                    taken = coeff * reading
-                    if (flags & _VOTE) > 0:
-                        taken = tl.where(taken > threshold, 1.0, 0.0)
-                    if (flags & _BEGINS) == 0:
-                        taken += tl.load(measures + row * GATES + gate)
-                    tl.store(measures + row * GATES + gate, taken)
+                    _accumulate(f, flags, gate, write, coeff, p, seen, row, bank, measures, width, cols, mask, GATES)
                 elif op == _RENORM:
                     now = h0 + delta
                     factor = tl.sqrt_rn(tl.sum(seen * seen, axis=0)) / tl.sqrt_rn(tl.sum(now * now, axis=0))
                     delta = now * factor - h0
                 else:
-                    inside = (cols >= tl.load(w + 4)) & (cols < tl.load(w + 5))
+                    inside = (cols >= keep(w + 4)) & (cols < keep(w + 5))
                     if op == _SCALE:
                         delta += tl.where(inside, coeff * seen, 0.0)
                     else:
                         if (flags & _ALIGNED) > 0:
-                            write += position - origin
-                        vector = tl.load(bank + write.to(tl.int64) * width + cols, mask=mask & inside, other=0.0)
-                        delta += weight * vector
+                            write += position - keep(w + 6)
+                        delta += _weight(f, op, coeff, p) * vector(bank, write, width, cols, mask & inside)
         return delta
 
     @triton.jit
-    def _tap(x, residual, rows, index, words, numbers, bank, offsets, arena, measures, opens, d, width, x_stride, r_stride,
-             HAS_RESIDUAL: tl.constexpr, EDITS: tl.constexpr, GATES: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr):
+    def _coefficient(w, f, op, flags, gate, position, slot, row, measures, opens, GATES: tl.constexpr):
+        """A term's coefficient at this position; 0 where its gate is closed."""
+        coeff = keep(f)
+        rate = keep(f + 5)
+        if rate != 0:
+            coeff *= tl.exp2(rate * (position - keep(w + 6)).to(tl.float32))
+        if (gate >= 0) & (op != _MEASURE):
+            if (flags & _PER_ROW) > 0:
+                is_open = tl.load(measures + row * GATES + gate) > keep(f + 7)
+            else:
+                is_open = position >= tl.load(opens + slot * GATES + gate)
+            coeff = tl.where(is_open, coeff, 0.0)
+        return coeff
+
+    @triton.jit
+    def _weight(f, op, coeff, p):
+        """What multiplies the WRITE vector, for a reading `p`."""
+        weight = coeff
+        if op != _ADD:
+            offset = keep(f + 2)
+            low = keep(f + 3)
+            threshold = keep(f + 6)
+            if op == _AFFINE:
+                weight = coeff * (keep(f + 1) * p + offset)
+            elif op == _CLIP:
+                weight = coeff * (tl.minimum(tl.maximum(p, low), keep(f + 4)) - p)
+            else:
+                weight = coeff * (low - tl.where(p + offset > threshold, p + offset, 0.0))
+        return weight
+
+    @triton.jit
+    def _accumulate(f, flags, gate, write, coeff, p, seen, row, bank, measures, width, cols, mask, GATES: tl.constexpr):
+        """Add a reading to the row's accumulator."""
+        reading = p + keep(f + 2)
+        if (flags & _COSINE) > 0:
+            mean = vector(bank, write, width, cols, mask & (write >= 0))
+            away = tl.where(mask, seen - mean, 0.0)
+            reading = reading / tl.sqrt_rn(tl.sum(away * away, axis=0))
+        taken = coeff * reading
+        if (flags & _VOTE) > 0:
+            taken = tl.where(taken > keep(f + 6), 1.0, 0.0)
+        if (flags & _BEGINS) == 0:
+            taken += tl.load(measures + row * GATES + gate)
+        tl.store(measures + row * GATES + gate, taken)
+
+    @triton.jit
+    def mia_tap(x, residual, rows, index, words, numbers, bank, offsets, arena, measures, opens, d, width, x_stride, r_stride,
+                HAS_RESIDUAL: tl.constexpr, EDITS: tl.constexpr, GATES: tl.constexpr, RATIO: tl.constexpr, EARLY: tl.constexpr,
+                BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
-        program = tl.load(rows + row * 6)
-        plan = tl.load(rows + row * 6 + 1)
-        if (program < 0) & (plan < 0):
-            return
-        before = -1
-        after = -1
-        if plan >= 0:
-            before = tl.load(offsets + plan * 2)
-            after = tl.load(offsets + plan * 2 + 1)
-        count = 0
-        if EDITS and program >= 0:
-            count = tl.load(index + program * 2 + 1)
-        if (before < 0) & (after < 0) & (count == 0):
-            return
         cols = tl.arange(0, BLOCK)
         mask = cols < d
-        base = tl.load(rows + row * 6 + 2).to(tl.int64)
+        line, plain, added, before, after = prologue(rows, index, bank, offsets, row, width, cols, mask, EDITS, BLOCK)
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+        if (line < 0) & (before < 0) & (after < 0):
+            return
         value = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
         other = tl.zeros([BLOCK], dtype=tl.float32)
         if HAS_RESIDUAL:
             other = tl.load(residual + row * r_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        if before >= 0:
-            tl.store(arena + (base + before) // RATIO + cols, (value + other).to(arena.dtype.element_ty), mask=mask)
-        if count > 0:
-            delta = _program(value + other, program, row, rows, index, words, numbers, bank, measures, opens, width, cols, mask,
-                             GATES, BLOCK)
-            edited = (value + delta).to(x.dtype.element_ty)
-            tl.store(x + row * x_stride + cols, edited, mask=mask)
-            value = edited.to(tl.float32)
-        if after >= 0:
-            tl.store(arena + (base + after) // RATIO + cols, (value + other).to(arena.dtype.element_ty), mask=mask)
+        capture(arena, before, value + other, cols, mask, RATIO)
+        if line >= 0:
+            value = apply(value, other, line, plain, added, row, rows, index, words, numbers, bank, measures, opens, width, cols, mask,
+                          GATES, BLOCK).to(x.dtype.element_ty)
+            tl.store(x + row * x_stride + cols, value, mask=mask)
+            value = value.to(tl.float32)
+        capture(arena, after, value + other, cols, mask, RATIO)
+
+
+_EARLY = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def launch(block: int) -> dict[str, int | bool]:
+    """How a kernel of one program a row is launched. From Hopper on it starts while the kernel before it still runs, and
+    waits for that one only when it has read its tables."""
+    return dict(EARLY=_EARLY, launch_pdl=_EARLY, num_warps=min(16, max(1, block // 256)))
 
 
 def _launch(edits: bool, wide: bool, x: Tensor, residual: Tensor | None, rows: Tensor, index: Tensor, words: Tensor, numbers: Tensor,
@@ -239,10 +301,10 @@ def _launch(edits: bool, wide: bool, x: Tensor, residual: Tensor | None, rows: T
     flat = x.view(-1, d)
     other = flat if residual is None else residual.view(-1, d)
     block = triton.next_power_of_2(d)
-    _tap[(flat.shape[0],)](
+    mia_tap[(flat.shape[0],)](
         flat, other, rows, index, words, numbers, bank, offsets, arena.view(torch.float32) if wide else arena,
         measures, opens, d, bank.stride(0), flat.stride(0), other.stride(0), HAS_RESIDUAL=residual is not None, EDITS=edits,
-        GATES=measures.shape[1], RATIO=4 // arena.element_size() if wide else 1, BLOCK=block, num_warps=min(16, max(1, block // 512)))
+        GATES=measures.shape[1], RATIO=4 // arena.element_size() if wide else 1, BLOCK=block, **launch(block))
 
 
 def tap_cuda(*args: Tensor | None) -> None:
@@ -267,14 +329,14 @@ def read_reference(x: Tensor, residual: Tensor | None, rows: Tensor, index: Tens
         _capture(flat, other, rows[: len(flat)], offsets[:, side], arena, wide)
 
 
-_TABLES = "Tensor rows, Tensor index, Tensor words, Tensor numbers, Tensor bank, Tensor offsets, Tensor(b!) arena"
-_LIBRARY = torch.library.Library("mia_lab", "DEF")
-_LIBRARY.define(f"tap_(Tensor(a!) x, Tensor? residual, {_TABLES}, Tensor(c!) measures, Tensor opens) -> ()")
-_LIBRARY.define(f"read_(Tensor x, Tensor? residual, {_TABLES}, Tensor measures, Tensor opens, *, bool wide) -> ()")
+TABLES = "Tensor rows, Tensor index, Tensor words, Tensor numbers, Tensor bank, Tensor offsets, Tensor(b!) arena"
+LIBRARY = torch.library.Library("mia_lab", "DEF")
+LIBRARY.define(f"tap_(Tensor(a!) x, Tensor? residual, {TABLES}, Tensor(c!) measures, Tensor opens) -> ()")
+LIBRARY.define(f"read_(Tensor x, Tensor? residual, {TABLES}, Tensor measures, Tensor opens, *, bool wide) -> ()")
 for _name, _reference, _cuda in (("tap_", tap_reference, tap_cuda), ("read_", read_reference, read_cuda)):
-    _LIBRARY.impl(_name, _reference, "CPU")
-    _LIBRARY.impl(_name, _cuda, "CUDA")
-    _LIBRARY.impl(_name, lambda *args, **kwargs: None, "Meta")
+    LIBRARY.impl(_name, _reference, "CPU")
+    LIBRARY.impl(_name, _cuda, "CUDA")
+    LIBRARY.impl(_name, lambda *args, **kwargs: None, "Meta")
 
 tap_ = torch.ops.mia_lab.tap_.default
 read_ = torch.ops.mia_lab.read_.default

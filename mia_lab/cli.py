@@ -19,9 +19,20 @@ def main(argv: list[str] | None = None) -> int:
     card.add_argument("model", help='"demo", a Hugging Face id or a path')
     card.add_argument("--markdown", action="store_true", help="print a Markdown table")
     card.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help='vLLM options, as in \'{"dtype": "float32"}\'')
+    bench = commands.add_parser("bench", help="measure what taps cost, beside the same model without them")
+    bench.add_argument("model", nargs="*", default=["demo"], help='shapes (llama-8b, ...), "demo", Hugging Face ids or paths')
+    bench.add_argument("--batch", type=int, nargs="+", default=[1, 32, 128, 256], help="requests at a time")
+    bench.add_argument("--tokens", type=int, nargs=2, default=[128, 128], metavar=("IN", "OUT"), help="of each request")
+    bench.add_argument("--rounds", type=int, default=7, help="pairs of runs of each case")
+    bench.add_argument("--case", nargs="+", default=[], help="only these cases")
+    bench.add_argument("--profile", nargs="+", default=[], metavar="CASE", help="cases of which to take a GPU profile")
+    bench.add_argument("--layers", type=int, help="cut a shape to so many blocks")
+    bench.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="vLLM options for both engines")
+    bench.add_argument("--session", type=json.loads, default={}, metavar="JSON", help="Session arguments for the tapped one")
+    bench.add_argument("--out", type=Path, default=Path("overhead.json"), help="raw figures; a plot goes beside it")
     args = parser.parse_args(argv)
     try:
-        return {"demo": _demo, "card": _card}[args.command](args)
+        return {"demo": _demo, "card": _card, "bench": _bench}[args.command](args)
     except MiaError as error:
         print(f"mia-lab {args.command}: {error}", file=sys.stderr)
         return 1
@@ -47,6 +58,27 @@ def _card(args: argparse.Namespace) -> int:
     else:
         print(render(Table(header, rows)))
     return int(any(line.verdict in ("FAILED", "refused") for line in lines))
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from .bench import machine, report
+    from .bench.cases import Work
+    from .bench.overhead import Pair
+
+    works = [Work(batch, *args.tokens) for batch in args.batch]
+    about, facts, rows = machine.about(), [], []
+    for model in args.model:
+        pair = Pair.load(model, args.engine, works, args.layers, **args.session)
+        facts.append(pair.facts())
+        print(f"{report.describe(facts[-1])}\n{report.text([])}", flush=True)
+        for work in works:
+            for row in pair.measure(work, args.rounds, args.case, args.profile):
+                rows.append(row)
+                print(report.text([row]).splitlines()[-1], flush=True)
+        pair.close()
+        report.save(args.out, about, facts, rows)
+    report.plot(args.out.with_suffix(".png"), rows)
+    return 0
 
 
 if __name__ == "__main__":

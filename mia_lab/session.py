@@ -308,6 +308,17 @@ class Session:
     def _has_bos_rule(self) -> bool:
         return self._has_bos(self.tokenizer.encode("a"))
 
+    def unembed(self, rows: torch.Tensor, normed: bool = False) -> torch.Tensor:
+        """Return float32 logits `[n d_vocab]` of rows `[n d_model]` of the last block's stream, or, where `normed`, of the final
+        norm's output, by the model's own norm and unembedding."""
+        if not self._engine.facts["has_unembedding"]:
+            raise MiaError("this model transforms its hidden states after the final norm, so logits cannot be rebuilt")
+        vocab, found = self._engine.config.model_config.get_vocab_size(), []
+        for part in rows.to(self.dtype).split(max(1, (256 << 20) // (4 * vocab))):
+            data = self._engine.rpc("unembed", part.contiguous().view(torch.uint8).numpy().tobytes(), normed)
+            found.append(torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, vocab))
+        return torch.cat(found)
+
     def _run(self, read: Prompts, edits: Any, params: dict[str, Any],
              takes: Sequence[Sequence[Take]] = (), reduce: Reduce | None = None,
              matrices: dict[str, torch.Tensor] | None = None) -> tuple[list, EngineRows]:
@@ -327,18 +338,11 @@ class Session:
         return self._submit.context(read, i)
 
     def _logits(self, stream: LazyTensor, real: torch.Tensor, normed: bool) -> LazyTensor:
-        if not self._engine.facts["has_unembedding"]:
-            raise MiaError("this model transforms its hidden states after the final norm, so logits cannot be rebuilt")
         vocab = self._engine.config.model_config.get_vocab_size()
 
         def load() -> torch.Tensor:
-            rows = stream.get()[real]
-            found = []
-            for part in rows.split(max(1, (256 << 20) // (4 * vocab))):
-                data = self._engine.rpc("unembed", part.contiguous().view(torch.uint8).numpy().tobytes(), normed)
-                found.append(torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, vocab))
             out = torch.full((*real.shape, vocab), float("nan"))
-            out[real] = torch.cat(found)
+            out[real] = self.unembed(stream.get()[real], normed)
             return out
 
         return LazyTensor(load, (*stream.shape[:2], vocab), torch.float32, "logits")

@@ -17,6 +17,7 @@ import mia_lab as mia
 from mia_lab.analysis.vectors import Vector
 from mia_lab.compile import Compiled, Model, compile_edits
 from mia_lab.edits import digest
+from mia_lab.engine.claims import Claims
 from mia_lab.engine.config import Sizes
 from mia_lab.engine.router import Router
 from mia_lab.engine.tables import Tables
@@ -52,7 +53,7 @@ def applied(*edits: mia.Edit, n: int = 5, has_bos: bool = True, seed: int = 7) -
     points = sorted(SHAPES, key=lambda p: (p.layer, p.kind != "z"))
     sizes = Sizes(TOTAL, requests=2, programs=32, plans=1, terms=512, bank_bytes=256 * 4 * D, captured_tokens=1)
     tables = Tables([D] * len(points), [False] * len(points), sizes, torch.float32, torch.device("cpu"))
-    router = Router(tables, [(p.kind, p.layer) for p in points])
+    router = Router(tables, [(p.kind, p.layer) for p in points], Claims())
     found = compiled(*edits, n=n, has_bos=has_bos)
     for sha, rows in found.vectors.items():
         tables.register(sha, rows)

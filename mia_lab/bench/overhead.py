@@ -1,148 +1,172 @@
-"""The cost of idle taps, of steering and of capture, beside the same model without taps in the same process.
+"""What taps cost: each case beside the same model without taps, in the same process, in turn.
 
-    python -m mia_lab.bench.overhead --shape llama-8b --batch 1 32 128 --out overhead.json
-
-Both engines are loaded together and run in turn, so that a drifting machine slows both; each case is the ratio of
-its time to the native run next to it, with the median and a bootstrap interval over the rounds.
+Two engines are loaded and run alternately, so that a machine that drifts slows both; every figure is the ratio of a
+case's time to that of the native run next to it. A run is timed only once its effect is proven, from its own tokens or rows.
 """
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..edits import Add
-from ..engine.wire import Take
 from ..launch import bare_engine, close_engine
-from ..prompts import Prompts
 from ..session import Session
+from .cases import Case, Work, cases
+from .profile import Account, decode_step
 from .shapes import SHAPES, write
 
-TOKENS_IN = TOKENS_OUT = 128
+METRICS = ("tpot_ms", "ttft_ms", "seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A metric of one case: medians of the native and the case's runs, and the paired ratio with its 95 % interval."""
+
+    native: float
+    case: float
+    ratio: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[float, float]]) -> Figure:
+        """From (native, case) pairs; the interval is a bootstrap of the median ratio."""
+        ratios = np.array([case / native for native, case in pairs])
+        draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+        low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
+        return cls(median(n for n, _ in pairs), median(c for _, c in pairs), float(np.median(ratios)), float(low), float(high))
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One case at one batch size: milliseconds a step, and the ratio to native with its 95 % interval."""
+    """One case at one kind of work: time per output token, time to the first, and whole runs, beside native ones.
 
-    shape: str
+    delivered: bytes of rows a run brought to the host. gpu: a decode step's time on the GPU, where a profile was taken.
+    """
+
+    model: str
     case: str
-    batch: int
-    native_ms: float
-    case_ms: float
-    ratio: float
-    low: float
-    high: float
+    work: Work
     rounds: int
+    tpot_ms: Figure
+    ttft_ms: Figure
+    seconds: Figure
+    delivered: int = 0
+    gpu: Account | None = None
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second that were delivered, over the whole run."""
+        return self.delivered / self.seconds.case
 
 
-def _prompts(batch: int, vocab: int, turn: int) -> list[list[int]]:
-    draw = torch.Generator().manual_seed(turn)
-    return torch.randint(10, vocab, (batch, TOKENS_IN), generator=draw).tolist()
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the tapped engine holds."""
+
+    model: str
+    device_bytes: int
+    arena_bytes: int
+    kv_tokens_lost: int
+    arena_rows: int
 
 
-def _cases(session: Session, batch: int) -> dict[str, Callable[[list[list[int]]], None]]:
-    draw = torch.Generator().manual_seed(0)
-    layers = range(session.n_layers)
-    sampling = dict(max_tokens=TOKENS_OUT, temperature=0.0, ignore_eos=True)
-    shared = torch.randn(session.n_layers, session.d_model, generator=draw) * 1e-3
-    own = torch.randn(batch, session.d_model, generator=draw) * 1e-3
-
-    def captured(prompts: list[list[int]], rows: Callable[[int], tuple]) -> None:
-        takes = [[Take(p.kind, p.layer, rows(len(ids))) for p in session.tapped] for ids in prompts]
-        _, source = session._run(Prompts.of(prompts), None, sampling, takes)
-        source.rows(session.tapped[0], [0])
-
-    return {
-        "idle": lambda p: session._run(Prompts.of(p), None, sampling),
-        "steer all layers": lambda p: session._run(Prompts.of(p), [Add(shared, 1.0, layers)], sampling),
-        "different edit in each": lambda p: session._run(
-            Prompts.of(p), [[Add(v, 1.0, [session.n_layers // 2])] for v in own], sampling),
-        "capture last token, all layers": lambda p: captured(p, lambda n: ((n - 1, n),)),
-        "capture every token, all layers": lambda p: captured(p, lambda n: ((0, None),)),
-    }
+Prompt = list[int]
+Timed = tuple[float, float, float]
 
 
-def measure(shape: str, batches: list[int], rounds: int, engine: dict[str, Any]) -> list[Row]:
-    """Return the rows of one shape. Loads two engines; needs memory for both."""
-    with tempfile.TemporaryDirectory() as folder:
-        model, tokenizer = write(shape, Path(folder))
-        engine = dict(load_format="dummy", tokenizer=str(tokenizer), dtype="bfloat16", max_model_len=TOKENS_IN + TOKENS_OUT + 8,
-                      max_num_seqs=max(batches), enable_prefix_caching=False) | engine
-        native = bare_engine(str(model), engine)
-        session = Session(str(model), **engine)
-        print(session, flush=True)
-        rows = []
-        for batch in batches:
-            rows += _measure_batch(shape, native, session, batch, rounds)
-            for row in rows[-5:]:
-                print(f"{row.case:32} batch {row.batch:4}: {row.native_ms:7.3f} -> {row.case_ms:7.3f} ms a step, "
-                      f"{(row.ratio - 1) * 100:+.2f} % [{(row.low - 1) * 100:+.2f}, {(row.high - 1) * 100:+.2f}]", flush=True)
-        session.close()
-        close_engine(native)
-    return rows
+@dataclass(slots=True)
+class Pair:
+    """The same model twice in this process: without taps, and with."""
 
+    name: str
+    native: Any
+    session: Session
+    vocab: int
 
-def _measure_batch(shape: str, native: Any, session: Session, batch: int, rounds: int) -> list[Row]:
-    from vllm import SamplingParams
+    @classmethod
+    def load(cls, model: str, engine: dict[str, Any], work: Sequence[Work], layers: int | None = None, **session: Any) -> Pair:
+        """Load a shape, with random weights, or any model by its name; memory must hold both engines.
 
-    plain = SamplingParams(max_tokens=TOKENS_OUT, temperature=0.0, ignore_eos=True)
-    run_native = lambda prompts: native.generate([{"prompt_token_ids": p} for p in prompts], plain, use_tqdm=False)  # noqa: E731
-    cases = _cases(session, batch)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
-    for turn in range(-1, rounds):  # the first turn warms up
-        prompts = _prompts(batch, SHAPES[shape]["vocab_size"], turn + 1)
-        for name, run in cases.items():
-            order = (run_native, run) if turn % 2 else (run, run_native)
-            took = {which: _timed(which, prompts) for which in order}
-            if turn >= 0:
-                times[name].append((took[run_native], took[run]))
-    return [_row(shape, name, batch, pairs) for name, pairs in times.items()]
+        layers: how many of a shape's blocks to keep. session: arguments for the tapped engine alone.
+        """
+        engine = dict(max_model_len=max(w.tokens_in + w.tokens_out for w in work) + 8, max_num_seqs=max(w.batch for w in work),
+                      enable_prefix_caching=False, disable_log_stats=False) | engine
+        with tempfile.TemporaryDirectory() as folder:
+            path, name = model, model
+            if model in SHAPES:
+                path, tokenizer = map(str, write(model, Path(folder), layers))
+                engine = dict(load_format="dummy", tokenizer=tokenizer, dtype="bfloat16") | engine
+                name = model if layers is None else f"{model}, {layers} layers"
+            else:
+                from ..models import resolve
 
+                path = resolve(model)
+            native = bare_engine(path, engine)
+            tapped = Session(path, in_process=True, **engine, **session)
+        return cls(name, native, tapped, native.llm_engine.model_config.get_vocab_size())
 
-def _timed(run: Callable[[list[list[int]]], Any], prompts: list[list[int]]) -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    run(prompts)
-    return (time.perf_counter() - start) / TOKENS_OUT * 1e3
+    def facts(self) -> Facts:
+        """Memory that the taps take, and the KV tokens for which it would have been room."""
+        config, found = self.session._engine.config, self.session._engine.facts
+        model = config.model_config
+        token = (2 * model.get_num_layers(config.parallel_config) * model.get_num_kv_heads(config.parallel_config)
+                 * model.get_head_size() * self.session.dtype.itemsize)
+        return Facts(self.name, found["table_bytes"], found["arena_bytes"], found["table_bytes"] // token, found["captured_tokens"])
 
+    def run_native(self, prompts: list[Prompt], work: Work) -> list:
+        """Run the work without taps and return vLLM's outputs."""
+        from vllm import SamplingParams
 
-def _row(shape: str, name: str, batch: int, pairs: list[tuple[float, float]]) -> Row:
-    ratios = np.array([case / native for native, case in pairs])
-    draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
-    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
-    return Row(shape, name, batch, statistics.median(n for n, _ in pairs), statistics.median(c for _, c in pairs),
-               float(np.median(ratios)), float(low), float(high), len(pairs))
+        asked = SamplingParams(**work.sampling)
+        return self.native.generate([{"prompt_token_ids": p} for p in prompts], asked, use_tqdm=False)
 
+    def measure(self, work: Work, rounds: int, only: Sequence[str] = (), profiled: Sequence[str] = ()) -> Iterator[Row]:
+        """Yield a Row for each case, or for those whose names are in `only`; `profiled` names those of which a profile is taken."""
+        chosen = [case for case in cases(self.session, work) if not only or case.name in only]
+        pairs: dict[str, list[tuple[Timed, Timed]]] = {case.name: [] for case in chosen}
+        delivered: dict[str, int] = {}
+        for turn in range(-1, rounds):  # the first one warms up
+            prompts = work.prompts(self.vocab, turn + 1)
+            order = chosen if turn % 2 else chosen[::-1]
+            for k, case in enumerate(order):
+                if k % 2 == 0:
+                    native = self._timed(partial(self.run_native, prompts, work), lambda outputs: outputs, work)[0]
+                took, result = self._timed(partial(case.run, prompts), lambda found: found[0], work)
+                delivered[case.name] = case.prove(result)
+                if turn >= 0:
+                    pairs[case.name].append((native, took))
+        for case in chosen:
+            figures = {name: Figure.of([(n[i], c[i]) for n, c in pairs[case.name]]) for i, name in enumerate(METRICS)}
+            account = self._profile(case, work) if case.name in profiled else None
+            yield Row(self.name, case.name, work, rounds, **figures, delivered=delivered[case.name], gpu=account)
 
-def main() -> None:
-    """Run from the command line and write the raw rows as JSON."""
-    import vllm
+    def _timed(self, run: Callable[[], Any], outputs_of: Callable[[Any], list], work: Work) -> tuple[Timed, Any]:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = run()
+        seconds = time.perf_counter() - start
+        stats = [output.metrics for output in outputs_of(result)]
+        tpot = np.mean([(s.last_token_ts - s.first_token_ts) / (work.tokens_out - 1) for s in stats])
+        return (1e3 * float(tpot), 1e3 * float(np.mean([s.first_token_latency for s in stats])), seconds), result
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["llama-8b"])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 128])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--memory", type=float, default=0.4, help="share of the GPU for each of the two engines")
-    parser.add_argument("--out", type=Path, default=Path("overhead.json"))
-    args = parser.parse_args()
-    engine = dict(gpu_memory_utilization=args.memory, compilation_config={"cudagraph_capture_sizes": sorted({1, 8, *args.batch})})
-    rows = [row for shape in args.shape for row in measure(shape, args.batch, args.rounds, engine)]
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
-    about = {"device": device, "vllm": vllm.__version__, "torch": torch.__version__, "tokens_in": TOKENS_IN, "tokens_out": TOKENS_OUT}
-    args.out.write_text(json.dumps({"about": about, "rows": [asdict(row) for row in rows]}, indent=1))
+    def _profile(self, case: Case, work: Work) -> Account:
+        def tapped(work: Work) -> None:
+            next(c for c in cases(self.session, work) if c.name == case.name).run(work.prompts(self.vocab, 0))
 
+        native = decode_step(lambda work: self.run_native(work.prompts(self.vocab, 0), work), work)
+        return Account.of(native, decode_step(tapped, work))
 
-if __name__ == "__main__":
-    main()
+    def close(self) -> None:
+        """Shut both engines down."""
+        self.session.close()
+        close_engine(self.native)

@@ -1,143 +1,200 @@
-"""Delivery: captured rows leave the arena on a side stream and wait on the host, by request and position."""
+"""Delivery: captured rows leave the arena with one copy a step and wait on the host, by request and position."""
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from ..errors import MissingRowsError
+from .claims import Claims
 from .reduce import Reducer
-from .router import Part, Step
+from .ring import Ring
+from .router import Step
 from .tables import Tables
-from .wire import Site
+from .wire import Reduce, Site
 
 Entry = tuple[int, bool]  # site, before its edits
+Tensor = torch.Tensor
 
 
 @dataclass(slots=True)
-class _Chunk:
-    """Rows of one request from one step, host side; readable once `ready` has passed.
+class _Rows:
+    """Rows of one claim on the host: positions, and values `[rows stride]` of which `cuts` gives an entry's (start, width).
 
-    values `[rows stride]`, of which `cuts` gives an entry's (start, width). One row for all positions where `summed`.
+    One row of values for all positions where `summed`; `reduced` where the values are no longer the point's own.
     """
 
     positions: np.ndarray
     cuts: dict[Entry, tuple[int, int]]
-    values: torch.Tensor
-    ready: torch.cuda.Event | None
+    values: Tensor
     summed: bool = False
     reduced: bool = False
+
+    def cut(self, entry: Entry) -> Tensor:
+        """The values of one entry, `[rows width]`."""
+        start, width = self.cuts[entry]
+        return self.values[:, start : start + width]
+
+
+@dataclass(slots=True)
+class _Delivery:
+    """What was sent in one piece: the step whose rows it holds, or a claim's reduced rows; and its values, once they arrived."""
+
+    step: Step | None = None
+    claim: int = -1
+    rows: _Rows | None = None
+    values: Tensor | None = None
+
+    def arrive(self, values: Tensor) -> None:
+        """Take the values over from the ring."""
+        self.values = values.clone()
+
+
+@dataclass(slots=True)
+class _Kept:
+    """All that arrived for one claim: its rows by plan, and what they were reduced to, in order."""
+
+    whole: dict[int, _Rows] = field(default_factory=dict)
+    reduced: list[_Rows] = field(default_factory=list)
 
 
 class Courier:
     """Copies each step's part of the arena to the host, and hands out rows by (request, absolute position)."""
 
-    def __init__(self, tables: Tables, sites: Sequence[Site]) -> None:
-        self._tables, self._sites, self._reducer = tables, list(sites), Reducer(tables)
-        self._held: dict[str, dict[str, list[_Chunk]]] = {}  # by the client's name, then the engine's request
-        self._cuda = tables.device.type == "cuda"
-        self._stream = torch.cuda.Stream(tables.device) if self._cuda else None
+    def __init__(self, tables: Tables, sites: Sequence[Site], claims: Claims) -> None:
+        self._tables, self._sites, self._claims, self._reducer = tables, list(sites), claims, Reducer(tables)
+        self._sent: list[_Delivery] = []  # in order; not yet sorted by claim
+        self._kept: dict[int, _Kept] = {}
+        cuda = tables.device.type == "cuda"
+        self._ring = Ring(len(tables.arena), tables.arena.dtype, tables.device) if cuda else None
         self._left: list[torch.cuda.Event | None] = [None, None]  # per half: when its last copy is done
 
     def before_forward(self, step: Step | None) -> None:
         """Hold the device, not the host, until the half that this step writes has been copied out."""
-        if step is not None and self._cuda and self._left[step.half] is not None:
+        if step is not None and self._left[step.half] is not None:
             torch.cuda.current_stream().wait_event(self._left[step.half])
 
     def after_forward(self, step: Step) -> None:
         """Start the one copy that takes this step's rows off the device; reduced rows leave as what they were reduced to."""
-        whole = [part for part in step.parts if part.reduce is None]
-        if len(whole) == len(step.parts):
-            sources = [self._tables.arena[step.lo : step.hi]]
-        else:
-            sources = [self._rows(part).reshape(-1) for part in whole]
-        reduced = [(part, *self._reduce(part)) for part in step.parts if part.reduce is not None]
-        hosts, ready = self._send(step.half, [*sources, *(values for _, values, _ in reduced)])
-        for i, part in enumerate(whole):
-            lo = part.lo - step.lo
-            flat = hosts[i] if reduced else hosts[0][lo : lo + len(part.positions) * part.plan.stride]
-            self._keep(part, _Chunk(part.positions, part.plan.cuts, flat.view(-1, part.plan.stride), ready))
-        for (part, _, cuts), host in zip(reduced, hosts[len(sources):]):
-            self._keep(part, _Chunk(part.positions, cuts, host, ready, part.reduce.mean, True))
+        reducing = self._claims.reducing
+        reduced = np.isin(step.claims, list(reducing)) if reducing else np.zeros(len(step.claims), bool)
+        if not reduced.any():
+            self._send(step.half, self._tables.arena[step.lo : step.hi], _Delivery(step))
+            return
+        for some in _runs(step, np.flatnonzero(reduced)):
+            self._reduce(step, some, reducing[int(step.claims[some[0]])])
+        if not reduced.all():
+            some = np.flatnonzero(~reduced)
+            pieces = [self._rows_at(step, run).reshape(-1) for run in _runs(step, some)]
+            strides = np.array([step.layouts[plan].stride for plan in step.plans[some].tolist()])
+            rest = replace(step, claims=step.claims[some], positions=step.positions[some], plans=step.plans[some],
+                           starts=np.cumsum(strides) - strides)
+            self._send(step.half, torch.cat(pieces), _Delivery(rest))
 
-    def _rows(self, part: Part) -> torch.Tensor:
-        return self._tables.arena[part.lo : part.lo + len(part.positions) * part.plan.stride].view(-1, part.plan.stride)
+    def _rows_at(self, step: Step, run: np.ndarray) -> Tensor:
+        """The values `[rows stride]`, on the device, of rows of one claim and plan that follow one another."""
+        stride, first = step.layouts[int(step.plans[run[0]])].stride, step.lo + int(step.starts[run[0]])
+        return self._tables.arena[first : first + len(run) * stride].view(-1, stride)
 
-    def _reduce(self, part: Part) -> tuple[torch.Tensor, dict[Entry, tuple[int, int]]]:
-        rows, found, cuts = self._rows(part), [], {}
-        for entry, (start, width) in part.plan.cuts.items():
-            found.append(self._reducer.apply(part.reduce, self._sites[entry[0]], self._typed(rows[:, start : start + width], entry[0])))
+    def _reduce(self, step: Step, run: np.ndarray, how: Reduce) -> None:
+        rows, found, cuts = self._rows_at(step, run), [], {}
+        for entry, (start, width) in step.layouts[int(step.plans[run[0]])].cuts.items():
+            found.append(self._reducer.apply(how, self._sites[entry[0]], self._typed(rows[:, start : start + width], entry[0])))
             cuts[entry] = sum(values.shape[1] for values in found[:-1]), found[-1].shape[1]
-        return torch.cat(found, 1), cuts
+        values = torch.cat(found, 1)
+        named = _Rows(step.positions[run], cuts, values, how.mean, True)
+        self._send(step.half, values.view(-1).view(self._tables.arena.dtype), _Delivery(claim=int(step.claims[run[0]]), rows=named))
 
-    def _send(self, half: int, sources: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
-        if not self._cuda:
-            return [source.clone() for source in sources], None
-        done, ready = torch.cuda.Event(), torch.cuda.Event()
-        done.record()
-        hosts = [torch.empty(source.shape, dtype=source.dtype, pin_memory=True) for source in sources]
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(done)
-            for host, source in zip(hosts, sources):
-                host.copy_(source, non_blocking=True)
-                source.record_stream(self._stream)
-            ready.record()
-        self._left[half] = ready
-        return hosts, ready
+    def _send(self, half: int, source: Tensor, delivery: _Delivery) -> None:
+        self._sent.append(delivery)
+        if self._ring is None:
+            delivery.arrive(source)
+        else:
+            self._left[half] = self._ring.send(source, delivery.arrive)
 
-    def _keep(self, part: Part, chunk: _Chunk) -> None:
-        self._held.setdefault(part.uid, {}).setdefault(part.req_id, []).append(chunk)
+    def _sort(self) -> None:
+        """Give what was sent to its claims, once it has arrived."""
+        if self._ring is not None and self._sent:
+            self._ring.wait()
+        pieces: dict[tuple[int, int], list[_Rows]] = {}
+        for delivery in self._sent:
+            if delivery.step is None:
+                shape = len(delivery.rows.values), -1
+                rows = replace(delivery.rows, values=delivery.values.view(torch.float32).view(shape))
+                self._kept.setdefault(delivery.claim, _Kept()).reduced.append(rows)
+            else:
+                for claim, plan, rows in _by_claim(delivery.step, delivery.values):
+                    pieces.setdefault((claim, plan), []).append(rows)
+        self._sent.clear()
+        for (claim, plan), found in pieces.items():
+            kept = self._kept.setdefault(claim, _Kept())
+            found = [kept.whole[plan], *found] if plan in kept.whole else found
+            kept.whole[plan] = found[0] if len(found) == 1 else replace(
+                found[0], positions=np.concatenate([rows.positions for rows in found]), values=torch.cat([rows.values for rows in found]))
 
-    def rows(self, uid: str, site: int, before: bool = False) -> tuple[np.ndarray, torch.Tensor]:
+    def rows(self, uid: str, site: int, before: bool = False) -> tuple[np.ndarray, Tensor]:
         """Return the positions `[n]`, ascending, and values `[n width]` held for one request at one site.
 
         A position that was computed twice (after a preemption) appears once, with its latest value. Where rows were
         summed for a mean there is one row of values for all positions.
         """
-        held = self._held.get(uid, {})
+        self._sort()
+        held = [self._kept[claim] for claim in self._claims.numbers(uid) if claim in self._kept]
         if len(held) > 1:
             raise RuntimeError(f"{len(held)} engine requests share the capture {uid!r}; capture with n=1")
-        chunks = [chunk for chunk in next(iter(held.values()), []) if (site, before) in chunk.cuts]
-        if not chunks:
+        entry = site, before
+        found = [rows for kept in held for rows in (*kept.whole.values(), *kept.reduced) if entry in rows.cuts]
+        if not found:
             empty = torch.empty(0, self._tables.room[site], dtype=self._tables.arena.dtype)
             return np.empty(0, np.int64), self._typed(empty, site)
-        for chunk in chunks:
-            if chunk.ready is not None:
-                chunk.ready.synchronize()
-        if chunks[0].summed:
-            return _summed(chunks, (site, before))
-        positions = np.concatenate([chunk.positions for chunk in chunks])
-        values = torch.cat([_cut(chunk, (site, before)) for chunk in chunks])
-        order = len(positions) - 1 - np.unique(positions[::-1], return_index=True)[1]
-        values = values[torch.from_numpy(order)]
-        return positions[order], values if chunks[0].reduced else self._typed(values, site)
+        if found[0].summed:
+            return _summed(found, entry)
+        positions = np.concatenate([rows.positions for rows in found])
+        values = torch.cat([rows.cut(entry) for rows in found]) if len(found) > 1 else found[0].cut(entry)
+        if (np.diff(positions) <= 0).any():
+            order = len(positions) - 1 - np.unique(positions[::-1], return_index=True)[1]
+            positions, values = positions[order], values[torch.from_numpy(order)]
+        return positions, values if found[0].reduced else self._typed(values, site)
 
-    def _typed(self, values: torch.Tensor, site: int) -> torch.Tensor:
+    def _typed(self, values: Tensor, site: int) -> Tensor:
         return values.contiguous().view(torch.float32) if self._tables.wide[site] else values
 
     def drop(self, uid: str) -> None:
         """Let go of one request's rows."""
-        self._held.pop(uid, None)
+        self._sort()
+        for claim in self._claims.close(uid):
+            self._kept.pop(claim, None)
 
 
-def _cut(chunk: _Chunk, entry: Entry) -> torch.Tensor:
-    start, width = chunk.cuts[entry]
-    return chunk.values[:, start : start + width]
+def _runs(step: Step, rows: np.ndarray) -> Iterator[np.ndarray]:
+    """Cut rows of a step into runs of one claim and one plan that follow one another."""
+    cuts = np.flatnonzero(np.diff(rows) != 1) if len(rows) > 1 else rows[:0]
+    turns = np.flatnonzero((np.diff(step.claims[rows]) != 0) | (np.diff(step.plans[rows]) != 0))
+    yield from np.split(rows, np.union1d(cuts, turns) + 1)
 
 
-def _summed(chunks: list[_Chunk], entry: Entry) -> tuple[np.ndarray, torch.Tensor]:
+def _by_claim(step: Step, values: Tensor) -> Iterator[tuple[int, int, _Rows]]:
+    """The rows of each claim and plan in a step, as views of its values."""
+    for run in _runs(step, np.arange(len(step.claims))):
+        plan = int(step.plans[run[0]])
+        layout, first = step.layouts[plan], int(step.starts[run[0]])
+        yield int(step.claims[run[0]]), plan, _Rows(step.positions[run], layout.cuts,
+                                                    values[first : first + len(run) * layout.stride].view(-1, layout.stride))
+
+
+def _summed(found: list[_Rows], entry: Entry) -> tuple[np.ndarray, Tensor]:
     """Add up the latest sums. A step computed again replaces the earlier one, which it must cover."""
-    kept: list[_Chunk] = []
+    kept: list[_Rows] = []
     taken: set[int] = set()
-    for chunk in reversed(chunks):
-        here = set(chunk.positions.tolist())
+    for rows in reversed(found):
+        here = set(rows.positions.tolist())
         if not here & taken:
-            kept.append(chunk)
+            kept.append(rows)
             taken |= here
         elif not here <= taken:
             raise MissingRowsError("a request was preempted in the middle of a mean, and its rows cannot be told apart; run it again, "
                                    "or capture the rows themselves")
-    total = sum(_cut(chunk, entry).double() for chunk in kept)
+    total = sum(rows.cut(entry).double() for rows in kept)
     return np.array(sorted(taken), np.int64), total.float()

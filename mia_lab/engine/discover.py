@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedError
-from . import branches, interior
+from . import branches, interior, norms
 from .branches import Call, Place, close, distance
 from .taps import After, Arg, Before, Side
 from .wire import Site
@@ -32,7 +32,8 @@ PROBE_TOKENS = 8
 
 @dataclass(slots=True)
 class Layout:
-    """Where a model keeps its points. `absent` says, for each point that a block lacks, why."""
+    """Where a model keeps its points. `absent` says, for each point that a block lacks, why; `carriers` gives, for points
+    that a norm reads next and can carry, that norm."""
 
     n_layers: int
     width: int
@@ -41,6 +42,7 @@ class Layout:
     has_unembedding: bool
     places: dict[Site, Place] = field(default_factory=dict)
     absent: dict[Site, str] = field(default_factory=dict)
+    carriers: dict[Site, Place] = field(default_factory=dict)
 
     def put(self, kind: str, layer: int, module: nn.Module, at: Side, shape: tuple[int, ...] = ()) -> None:
         """Note where a point is, and the shape of one row there, by default the stream's."""
@@ -55,9 +57,14 @@ class Layout:
         """Whether blocks norm what their branches add."""
         return any(kind in ("attn_out_raw", "mlp_out_raw") for kind, _ in self.places)
 
+    def chosen(self, sites: Sequence[Site]) -> list[Place]:
+        """Where to tap each of these sites: in a norm where one can carry it and no other of the sites lies between."""
+        between = {("resid_post", layer - 1) for kind, layer in sites if kind == "resid_pre"}
+        return [self.places[site] if site in between else self.carriers.get(site, self.places[site]) for site in sites]
+
     def describe(self, sites: Sequence[Site]) -> str:
         """Where the sites are, as text that changes whenever the traced code would."""
-        return repr([(site, type(self.places[site].module).__qualname__, self.places[site].at) for site in sites])
+        return repr([(site, type(place.module).__qualname__, place.at) for site, place in zip(sites, self.chosen(sites))])
 
 
 @dataclass(slots=True)
@@ -94,6 +101,8 @@ def discover(model: nn.Module, vllm_config: VllmConfig, device: torch.device) ->
         for kind, reason in found.absent.items():
             layout.lack(kind, layer, reason)
     interior.add(layout, parts.blocks, parts.attention, recorder.seen, entries[0][1])
+    mids = {layer: place for (kind, layer), place in layout.places.items() if kind == "resid_mid"}
+    layout.carriers = norms.carriers(calls, parts.blocks, final, mids, vllm_config.quant_config is not None)
     return layout
 
 

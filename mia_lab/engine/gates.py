@@ -68,9 +68,9 @@ class Gates:
             return np.zeros(len(req_ids), np.int64)
         return np.fromiter((self._held[r].slot if r in self._held else 0 for r in req_ids), np.int64, len(req_ids))
 
-    def before_forward(self, req_ids: Sequence[str], begins: np.ndarray, counts: np.ndarray, first: np.ndarray,
-                       input_ids: torch.Tensor) -> None:
+    def before_forward(self, req_ids: Sequence[str], counts: np.ndarray, first: np.ndarray, input_ids: torch.Tensor) -> None:
         """Open the gates whose token is fed back in this step. input_ids `[rows]`, on the device."""
+        begins = np.cumsum(counts) - counts if self._held else counts
         self._step = [_Rows(self._held[r], int(begins[i]), int(begins[i] + counts[i]), int(first[i]))
                       for i, r in enumerate(req_ids) if r in self._held] if self._held else []
         for rows in self._step:

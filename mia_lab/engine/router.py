@@ -2,8 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,37 +10,34 @@ import torch
 
 from mia_lab.kernels import program as P
 
+from .claims import Claims
 from .gates import Gates
 from .tables import Line, Plan, PlanLayout, Program, Tables
-from .wire import Reduce, Site, Spec, Term, depth, of_request, segments
+from .wire import Site, Spec, Term, depth, of_request, segments
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 NEUTRAL = -1
+_END = 1 << 31  # past every position
 _STAGES = 4  # pinned staging buffers: more than the steps that can be in flight
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The captured rows of one request in one step: arena values `[lo, lo + len(positions) * plan.stride)`."""
-
-    uid: str
-    req_id: str
-    positions: np.ndarray
-    plan: PlanLayout
-    lo: int
-    reduce: Reduce | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
-    """What one step captured: the arena's values `[lo, hi)` and whose they are."""
+    """What one step captured: rows that fill the arena's values `[lo, hi)` one after the other.
+
+    By row: whose it is (see Claims), its position, its plan, and where it begins, counted from `lo`. `layouts`: by plan.
+    """
 
     half: int
     lo: int
     hi: int
-    parts: list[Part]
+    claims: np.ndarray
+    positions: np.ndarray
+    plans: np.ndarray
+    starts: np.ndarray
+    layouts: dict[int, PlanLayout]
 
 
 @dataclass(slots=True)
@@ -53,22 +49,64 @@ class _Segments:
     plans: np.ndarray
     held: list[Program]
     kept: list[Plan]
+    sites: frozenset[int]
+    moves: bool  # what it does to a row depends on more than the segment: on the position, or on a gate
     users: int = 0
 
 
-class Router:
-    """Turns the requests of a step into table rows. `route` does no work while no request asks for anything."""
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """A request under way: its Spec, its number where it captures, and where its keys and values are kept, under a bias."""
 
-    def __init__(self, tables: Tables, sites: Sequence[Site]) -> None:
-        self._tables = tables
+    spec: Spec
+    claim: int = NEUTRAL
+    history: int = NEUTRAL
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The requests of a step, in its order: `place[i]` is where request i is in the router's arrays, -1 if it is nobody's.
+
+    owner, within, rows, programs, plans: by row of ours, its request, its place among that one's rows and among all, and what
+    it does. taken, starts, ends: which of these are captured, and where in the step's part of the arena. Where each request
+    has one row, all that holds while the positions are within `since` and `until`. `resting`: until then the
+    table's rows need not even be written again.
+    """
+
+    req_ids: list[str]
+    place: np.ndarray
+    mine: np.ndarray
+    slots: np.ndarray
+    sites: frozenset[int]
+    moves: bool
+    owner: np.ndarray = field(init=False)
+    within: np.ndarray = field(init=False)
+    rows: np.ndarray = field(init=False)
+    programs: np.ndarray = field(init=False)
+    plans: np.ndarray = field(init=False)
+    taken: np.ndarray = field(init=False)
+    starts: np.ndarray = field(init=False)
+    ends: np.ndarray = field(init=False)
+    layouts: dict[int, PlanLayout] = field(init=False)
+    since: np.ndarray | None = None
+    until: np.ndarray | None = None
+    resting: bool = False
+
+
+class Router:
+    """Turns the requests of a step into table rows. A step that does what the last one did costs two comparisons."""
+
+    def __init__(self, tables: Tables, sites: Sequence[Site], claims: Claims) -> None:
+        self._tables, self._claims = tables, claims
         self._site = {site: index for index, site in enumerate(sites)}
-        self._live: dict[str, tuple[str, Spec]] = {}  # engine request -> its name and Spec
+        self._live: dict[str, _Live] = {}
         self._segments: dict[Spec, _Segments] = {}
         self._place: dict[str, int] = {}
-        self._history: dict[str, int] = {}  # engine request -> where its keys and values begin, under a bias
         self.gates = Gates(tables)
+        self.needed: frozenset[int] = frozenset()  # the sites at which this step's rows do something
         self._strides = np.zeros(tables.sizes.plans, np.int64)  # by plan
         self._stale = False
+        self._batch: _Batch | None = None
         self._written = 0  # table rows that may hold something other than neutral
         self._half = 0
         cuda = tables.device.type == "cuda"
@@ -94,36 +132,76 @@ class Router:
         counts `[requests]`: rows of each request; starts `[requests]`: the absolute position of its first row; input_ids
         `[rows]`: the step's tokens, on the device.
         """
-        if self._stale:
-            self._index()
-        place = np.fromiter((self._place.get(r, NEUTRAL) for r in req_ids), np.int64, len(req_ids)) if self._place else None
-        if place is None or place.max(initial=NEUTRAL) < 0:
+        batch = self._seat(req_ids)
+        if batch is None:
             self.neutralise()
             return None
         counts, first = np.asarray(counts)[: len(req_ids)], np.asarray(starts)[: len(req_ids)]
-        begins = np.cumsum(counts) - counts
-        self.gates.before_forward(req_ids, begins, counts, first, input_ids)
+        single = int(counts.max()) == 1
+        same = single and batch.until is not None and (first < batch.until).all() and (first >= batch.since).all()
+        if same and batch.resting:
+            return None
+        self._tables.flush()
+        self.gates.before_forward(batch.req_ids, counts, first, input_ids)
+        if not same:
+            self._look_up(batch, counts, first, single)
+        step = self._write(batch, counts, first)
+        batch.resting = single and step is None and not batch.moves
+        return step
+
+    def _seat(self, req_ids: Sequence[str]) -> _Batch | None:
+        """Return what is known of these requests together, or None when none of them asks for anything."""
+        if not self._live:
+            return None
+        if self._stale:
+            self._index()
+        elif self._batch is not None and self._batch.req_ids == req_ids:
+            return self._batch if len(self._batch.mine) else None
+        place = np.fromiter((self._place.get(r, NEUTRAL) for r in req_ids), np.int64, len(req_ids))
         mine = np.flatnonzero(place >= 0)
-        owner = np.repeat(mine, counts[mine])  # [rows of our requests] -> request
-        within = np.arange(len(owner)) - np.repeat(np.cumsum(counts[mine]) - counts[mine], counts[mine])
-        position = first[owner] + within
-        segment = np.searchsorted(self._keys, (place[owner] << 32) + position, side="right") - 1
-        plans = self._flat_plans[segment]
-        table = self._stage()
-        used = int(counts.sum())
+        sites = frozenset().union(*(self._segments[spec].sites for spec in {self._live[req_ids[i]].spec for i in mine.tolist()}))
+        self._batch = _Batch(list(req_ids), place, mine, self.gates.slots(req_ids), sites, bool(self._moves[place[mine]].any()))
+        return self._batch if len(mine) else None
+
+    def _look_up(self, batch: _Batch, counts: np.ndarray, first: np.ndarray, single: bool) -> None:
+        """Find what each row does, and, where each request has one row, until which position it goes on doing it."""
+        mine = batch.mine
+        counted = counts[mine]
+        batch.owner = mine if single else np.repeat(mine, counted)  # [rows of our requests] -> request
+        batch.within = np.arange(len(batch.owner)) - np.repeat(np.cumsum(counted) - counted, counted)
+        batch.rows = (np.cumsum(counts) - counts)[batch.owner] + batch.within
+        segment = np.searchsorted(self._keys, (batch.place[batch.owner] << 32) + first[batch.owner] + batch.within, side="right") - 1
+        batch.programs, batch.plans = self._flat_programs[segment], self._flat_plans[segment]
+        batch.taken = np.flatnonzero(batch.plans >= 0)
+        plans = batch.plans[batch.taken]
+        batch.ends = np.cumsum(self._strides[plans])
+        batch.starts = batch.ends - self._strides[plans]
+        batch.layouts = {plan: self._tables.plans[plan] for plan in set(plans.tolist())}
+        batch.since = batch.until = None
+        if single:
+            batch.since, batch.until = np.full(len(counts), -1, np.int64), np.full(len(counts), _END, np.int64)
+            batch.since[mine], batch.until[mine] = self._flat_starts[segment], self._flat_stops[segment]
+
+    def _write(self, batch: _Batch, counts: np.ndarray, first: np.ndarray) -> Step | None:
+        owner, used = batch.owner, int(counts.sum())
+        place = batch.place[owner]
+        histories = self._histories[place]
+        if max(batch.programs.max(), batch.plans.max(), histories.max()) < 0:
+            self.neutralise()
+            self._batch = batch
+            return None
+        table, position = self._stage(), first[owner] + batch.within
         table[: max(used, self._written)] = NEUTRAL
-        rows = begins[owner] + within
-        table[rows, P.PROGRAM], table[rows, P.PLAN], table[rows, P.POSITION] = self._flat_programs[segment], plans, position
-        table[rows, P.SLOT] = self.gates.slots(req_ids)[owner]
-        if self._history:
-            table[rows, P.HISTORY] = np.fromiter((self._history.get(r, NEUTRAL) for r in req_ids), np.int64, len(req_ids))[owner]
-        step = self._capture(table, req_ids, owner, position, rows, plans)
+        no_base = np.full(len(owner), NEUTRAL)
+        table[batch.rows] = np.stack([batch.programs, batch.plans, no_base, position, batch.slots[owner], histories], 1)
+        step = self._capture(table, batch, self._numbers[place], position)
         self._send(max(used, self._written))
-        self._written = used
+        self._batch, self._written, self.needed = batch, used, batch.sites
         return step
 
     def neutralise(self) -> None:
         """Make every row neutral; costs nothing when they are."""
+        self._batch, self.needed = None, frozenset()
         if self._written:
             self._stage()[: self._written] = NEUTRAL
             self._send(self._written)
@@ -131,29 +209,18 @@ class Router:
 
     def recover(self) -> None:
         """After a step that was broken off: take no row for granted, so that the next step writes them all."""
-        self._written = len(self._tables.rows)
+        self._batch, self._written = None, len(self._tables.rows)
         self.gates.recover()
 
-    def _capture(self, table: np.ndarray, req_ids: Sequence[str], owner: np.ndarray, position: np.ndarray,
-                 rows: np.ndarray, plans: np.ndarray) -> Step | None:
-        taken = np.flatnonzero(plans >= 0)
+    def _capture(self, table: np.ndarray, batch: _Batch, claims: np.ndarray, position: np.ndarray) -> Step | None:
+        taken = batch.taken
         if not len(taken):
             return None
-        sizes = self._strides[plans[taken]]
-        ends = np.cumsum(sizes)
-        if ends[-1] > self._tables.half:
-            raise RuntimeError(f"a step captured {ends[-1]} values; half the arena holds {self._tables.half}")
-        lo = self._half * self._tables.half
-        bases = lo + ends - sizes
-        table[rows[taken], P.BASE] = bases
-        cuts = np.flatnonzero(np.diff(owner[taken]) | np.diff(plans[taken])) + 1
-        parts = []
-        for start, stop in pairwise([0, *cuts.tolist(), len(taken)]):
-            req_id = req_ids[owner[taken[start]]]
-            plan = self._tables.plans[int(plans[taken[start]])]
-            uid, spec = self._live[req_id]
-            parts.append(Part(uid, req_id, position[taken[start:stop]], plan, int(bases[start]), spec.reduce))
-        step = Step(self._half, lo, lo + int(ends[-1]), parts)
+        size, lo = int(batch.ends[-1]), self._half * self._tables.half
+        if size > self._tables.half:
+            raise RuntimeError(f"a step captured {size} values; half the arena holds {self._tables.half}")
+        table[batch.rows[taken], P.BASE] = lo + batch.starts
+        step = Step(self._half, lo, lo + size, claims[taken], position[taken], batch.plans[taken], batch.starts, batch.layouts)
         self._half ^= 1
         return step
 
@@ -161,36 +228,40 @@ class Router:
         if spec not in self._segments:
             self._segments[spec] = self._resolve(spec)
         self._segments[spec].users += 1
-        self._live[new.req_id] = uid, spec
+        self._live[new.req_id] = _Live(spec)
         self._stale = True
         try:
             self.gates.take(new.req_id, spec)
+            history = NEUTRAL
             if spec.keeps_history:
                 length = len(new.prompt_token_ids) + new.sampling_params.max_tokens
-                self._history[new.req_id], _ = self._tables.history.take(new.req_id, length)
+                history, _ = self._tables.history.take(new.req_id, length)
         except BaseException:
             self._release(new.req_id)
             raise
+        self._live[new.req_id] = _Live(spec, self._claims.open(uid, spec.reduce) if spec.takes else NEUTRAL, history)
 
     def _release(self, req_id: str) -> None:
-        if req_id not in self._live:
+        live = self._live.pop(req_id, None)
+        if live is None:
             return
-        _, spec = self._live.pop(req_id)
         self.gates.release(req_id)
-        if self._history.pop(req_id, None) is not None:
+        if live.history >= 0:
             self._tables.history.give(req_id)
             self._tables.history.evict(req_id)
-        found = self._segments[spec]
+        found = self._segments[live.spec]
         found.users -= 1
         if not found.users:
             self._give_back(found)
-            del self._segments[spec]
+            del self._segments[live.spec]
         self._stale = True
 
     def _resolve(self, spec: Spec) -> _Segments:
         cuts = segments(spec)
+        sites = frozenset(self._site[part.site] for part in (*spec.terms, *spec.takes))
+        moves = bool(spec.gates) or any(term.rate or term.aligned or term.op == "bias" for term in spec.terms)
         found = _Segments(np.array([cut.start for cut in cuts], np.int64), np.full(len(cuts), NEUTRAL),
-                          np.full(len(cuts), NEUTRAL), [], [])
+                          np.full(len(cuts), NEUTRAL), [], [], sites, moves)
         try:
             for i, cut in enumerate(cuts):
                 if cut.takes:
@@ -222,12 +293,17 @@ class Router:
     def _index(self) -> None:
         """Lay all segments end to end, keyed by (request, start), so that one search finds every row's segment."""
         self._place = {req_id: i for i, req_id in enumerate(self._live)}
-        live = [self._segments[spec] for _, spec in self._live.values()]
+        live = [self._segments[known.spec] for known in self._live.values()]
         join = lambda arrays: np.concatenate(arrays) if arrays else np.empty(0, np.int64)  # noqa: E731
-        self._keys = join([(i << 32) + found.starts for i, found in enumerate(live)])
+        self._flat_starts = join([found.starts for found in live])
+        self._flat_stops = join([np.append(found.starts[1:], _END) for found in live])
+        self._keys = self._flat_starts + np.repeat(np.arange(len(live)) << 32, [len(found.starts) for found in live])
         self._flat_programs = join([found.programs for found in live])
         self._flat_plans = join([found.plans for found in live])
-        self._stale = False
+        self._numbers, self._histories = (np.fromiter((getattr(known, name) for known in self._live.values()), np.int64, len(live))
+                                          for name in ("claim", "history"))
+        self._moves = np.fromiter((found.moves for found in live), bool, len(live))
+        self._stale, self._batch = False, None
 
     def _stage(self) -> np.ndarray:
         if self._events:

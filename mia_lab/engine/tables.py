@@ -5,12 +5,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 
 from mia_lab.kernels import program as P
 
 from ..errors import UnsupportedError
 from .config import Sizes, aligned
+from .mirror import Mirror, send
 from .wire import MAX_GATES, Term
 
 K = TypeVar("K", bound=Hashable)
@@ -116,11 +118,12 @@ class Tables:
         self.bank_width = max(widths)
         self.bank_rows = max(sizes.bank_bytes // (4 * self.bank_width), 1)
         self.rows = new((sizes.tokens, P.ROW_COLUMNS), -1, torch.int32)
-        self.index = new((n, sizes.programs, 2), 0, torch.int32)
-        self.words = new((sizes.terms, P.COLUMNS), 0, torch.int32)
-        self.numbers = new((sizes.terms, P.COLUMNS), 0.0, torch.float32)
+        self._mirror = Mirror({"index": (n, sizes.programs, P.INDEX_COLUMNS), "words": (sizes.terms, P.COLUMNS),
+                               "numbers": (sizes.terms, P.COLUMNS), "offsets": (n, sizes.plans, 2)}, {"offsets": -1}, device)
+        self.index, self.words, self.offsets = map(self._mirror.table, ("index", "words", "offsets"))
+        self.numbers = self._mirror.table("numbers", torch.float32)
         self.bank = new((self.bank_rows, self.bank_width), 0.0, torch.float32)
-        self.offsets = new((n, sizes.plans, 2), -1, torch.int32)
+        self._arriving: dict[int, torch.Tensor] = {}  # vectors to be written into the bank, by place
         self.arena = new((2 * self.half,), 0.0, dtype)
         self.measures = new((sizes.tokens, gates), 0.0, torch.float32)
         self.opens = new((sizes.requests, gates), 0, torch.int32)
@@ -171,9 +174,9 @@ class Tables:
 
     def _write(self, program: Program, place: int, held: list[str]) -> None:
         ordered = sorted(program, key=lambda line: line.site)  # stable: the order of the terms of one site stays
-        words = torch.zeros(len(ordered), P.COLUMNS, dtype=torch.int32)
-        numbers = torch.zeros(len(ordered), P.COLUMNS)
-        index = torch.zeros(len(self.widths), 2, dtype=torch.int32)
+        words = np.zeros((len(ordered), P.COLUMNS), np.int32)
+        numbers = np.zeros((len(ordered), P.COLUMNS), np.float32)
+        index = np.tile(np.array([0, 0, -1, 0], np.int32), (len(self.widths), 1))
         start, _ = self._terms.take(program, max(len(ordered), 1))
         try:
             for i, line in enumerate(ordered):
@@ -183,18 +186,26 @@ class Tables:
                     read, write = _head_mask(term.heads)
                 flags = sum(bit for name, bit in _FLAGS.items() if getattr(term, name))
                 flags |= P.ALIGNED * bool(term.aligned) | P.PER_ROW * (line.level is not None) | P.BEGINS * line.begins
-                words[i] = torch.tensor([P.OPS.index(term.op), read, write, term.gate, *term.columns, term.origin, flags])
-                numbers[i] = torch.tensor([term.coeff, term.slope, term.offset, term.low, term.high, term.rate, term.threshold,
-                                              line.level or 0.0])
-                index[site, 0] = start + i - index[site, 1]
-                index[site, 1] += 1
-            self.words[start : start + len(ordered)].copy_(words)
-            self.numbers[start : start + len(ordered)].copy_(numbers)
-            self.index[:, place].copy_(index)
+                words[i] = P.OPS.index(term.op), read, write, term.gate, *term.columns, term.origin, flags
+                numbers[i] = (term.coeff, term.slope, term.offset, term.low, term.high, term.rate, term.threshold, line.level or 0.0)
+                if not index[site, P.COUNT]:
+                    index[site, P.FIRST] = start + i
+                index[site, P.COUNT] += 1
+                index[site, P.PLAIN] = write if index[site, P.COUNT] == 1 and self._is_plain(term, site) else -1
+                index[site, P.PLAIN_COEFF] = numbers[i, P.COEFF].view(np.int32)
         except BaseException:
             self._terms.give(program)
             self._terms.evict(program)
             raise
+        if ordered:
+            self._mirror.write_lines("words", start, words)
+            self._mirror.write_lines("numbers", start, numbers)
+        self._mirror.write_column("index", place, index)
+
+    def _is_plain(self, term: Term, site: int) -> bool:
+        """Whether a term adds coefficient times vector, always and everywhere in the row."""
+        first, last = term.columns
+        return (term.op == "add" and term.gate < 0 and not term.rate and not term.aligned and first <= 0 and last >= self.widths[site])
 
     def _place_vector(self, sha: str, rows: int, site: int, held: list[str]) -> int:
         if not sha:
@@ -205,8 +216,19 @@ class Tables:
         place, fresh = self._bank.take(sha, len(vectors))
         held.append(sha)
         if fresh:
-            self.bank[place : place + len(vectors), : vectors.shape[1]].copy_(vectors)
+            self._arriving |= {place + i: vector for i, vector in enumerate(vectors)}
         return place
+
+    def flush(self) -> None:
+        """Bring programs, plans and vectors that are new to the device, before rows name them."""
+        self._mirror.flush()
+        by_width: dict[int, list[int]] = {}
+        for place, vector in self._arriving.items():
+            by_width.setdefault(len(vector), []).append(place)
+        for width, places in by_width.items():
+            vectors = send(torch.stack([self._arriving[place] for place in places]), self.device)
+            self.bank[:, :width].index_copy_(0, send(torch.tensor(places), self.device), vectors)
+        self._arriving.clear()
 
     def give_program(self, program: Program) -> None:
         """Drop one use of a program; its vectors fall idle with the last."""
@@ -222,13 +244,13 @@ class Tables:
         """Return the table place of a capture plan, writing it where it is new."""
         place, fresh = self._plans.take(plan)
         if fresh:
-            offsets = torch.full((len(self.widths), 2), -1, dtype=torch.int32)
+            offsets = np.full((len(self.widths), 2), -1, np.int32)
             cuts, start = {}, 0
             for site, before in plan:
                 offsets[site, int(not before)] = start
                 cuts[site, before] = start, self.room[site]
                 start += aligned(self.room[site])
-            self.offsets[:, place].copy_(offsets)
+            self._mirror.write_column("offsets", place, offsets)
             self.plans[place] = PlanLayout(start, cuts)
         return place
 

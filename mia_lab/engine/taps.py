@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from mia_lab.kernels import tap as kernel
+from mia_lab.kernels import norm, tap
 from mia_lab.kernels.bias import bias_
+from mia_lab.kernels.norm import tap_norm
+from mia_lab.kernels.tap import read_, tap_
 
 from . import heads
 from .tables import Tables
 
-tap_, read_ = kernel.tap_, kernel.read_
 _SWAPPED: dict[tuple[type, object, tuple], type] = {}
 
 
@@ -52,6 +53,15 @@ class Before:
 
 
 @dataclass(frozen=True, slots=True)
+class Normed:
+    """Tap the pair that an RMS norm adds up, within that norm; its weight counts from 1 where `shifted`."""
+
+    x: Arg
+    residual: Arg
+    shifted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class After:
     """Tap what the module returns: its tensor, or the first of its tuple, plus the second where `pair`.
 
@@ -77,7 +87,7 @@ class Biased:
     """Let an attention layer's output be recomputed for rows under a bias, right after its kernel."""
 
 
-Side = Before | After | Within | Biased
+Side = Before | Normed | After | Within | Biased
 
 
 def swap(module: nn.Module, sides: Sequence[Side]) -> None:
@@ -103,6 +113,7 @@ def swap(module: nn.Module, sides: Sequence[Side]) -> None:
 
 def _forward(inner: Callable[..., Any], sides: tuple[Side, ...]) -> Callable[..., Any]:
     befores = [(i, side) for i, side in enumerate(sides) if isinstance(side, Before)]
+    within = next(((i, side) for i, side in enumerate(sides) if isinstance(side, Normed)), None)
     afters = [(i, side) for i, side in enumerate(sides) if isinstance(side, After)]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +122,12 @@ def _forward(inner: Callable[..., Any], sides: tuple[Side, ...]) -> Callable[...
             if x is not None:  # a layer that shares another's keys gets none
                 residual = None if side.residual is None else side.residual.pick(args, kwargs)
                 _call(side, x, residual, self.mia_tables[i])
-        out = inner(self, *args, **kwargs)
+        residual = None if within is None else within[1].residual.pick(args, kwargs)
+        if residual is None:
+            out = inner(self, *args, **kwargs)
+        else:
+            i, side = within
+            out = tap_norm(side.x.pick(args, kwargs), residual, *self.mia_tables[i], self.weight, self.variance_epsilon, side.shifted)
         for i, side in afters:
             x = out[0] if side.is_tuple else out
             _call(side, x, out[1] if side.pair else None, self.mia_tables[i])
@@ -168,5 +184,5 @@ def attach_biased(module: nn.Module, tables: Tables, site: int, at: int) -> None
 
 def fingerprint(places: str, tables: Tables) -> str:
     """Identity of the compiled taps, for vLLM's compile-cache key: sources, places and table shapes."""
-    text = [Path(kernel.__file__).read_text(), Path(__file__).read_text(), places, repr((tables.sizes, tables.widths))]
+    text = [*(Path(file).read_text() for file in (tap.__file__, norm.__file__, __file__)), places, repr((tables.sizes, tables.widths))]
     return hashlib.sha256("\0".join(text).encode()).hexdigest()[:32]

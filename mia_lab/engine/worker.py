@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import PointError, UnsupportedError
-from . import heads, taps
+from . import graphs, heads, taps
 from .adapters import adapter_for, without_lora
+from .claims import Claims
 from .config import EngineOptions, Sizes, refuse_unsupported
 from .courier import Courier
 from .discover import PROBE_TOKENS, Layout, discover
@@ -49,7 +50,7 @@ class Lab:
         without_lora(runner, PROBE_TOKENS)
         self._layout = discover(self._model, config, runner.device)
         self._sites = _existing(options, self._layout)
-        places = [self._layout.places[site] for site in self._sites]
+        places = self._layout.chosen(self._sites)
         self._tables = Tables([0 if isinstance(p.at, taps.Biased) else math.prod(p.shape) for p in places],
                               [getattr(p.at, "wide", False) for p in places], self._sizes, config.model_config.dtype, runner.device)
         self._install_taps()
@@ -58,21 +59,24 @@ class Lab:
             runner.model_memory_usage += self._tables.nbytes
         # Without this, vLLM would load the compiled graph of the same model without taps.
         config.additional_config[KEY]["fingerprint"] = taps.fingerprint(self._layout.describe(self._sites), self._tables)
-        self._router, self._courier = Router(self._tables, self._sites), Courier(self._tables, self._sites)
+        claims = Claims()
+        self._router, self._courier = Router(self._tables, self._sites, claims), Courier(self._tables, self._sites, claims)
         self._adapter = adapter_for(runner)
         self._adapter.install(self._router, self._courier)
+        graphs.install(runner, self._tables, lambda: self._router.needed)
 
     def _install_taps(self) -> None:
         order = sorted(range(len(self._sites)), key=lambda site: self._sites[site][0] != "embed")  # first where it shares a place
         sides: dict[torch.nn.Module, list[int]] = {}
+        places = self._layout.chosen(self._sites)
         for site in order:
-            sides.setdefault(self._layout.places[self._sites[site]].module, []).append(site)
+            sides.setdefault(places[site].module, []).append(site)
         for module, sites in sides.items():
             taps.attach(module, self._tables, sites)
             for at, site in enumerate(sites):
                 if self._sites[site][0] == ATTENTION:
                     taps.attach_biased(module, self._tables, site, at)
-            taps.swap(module, [self._layout.places[self._sites[site]].at for site in sites])
+            taps.swap(module, [places[site].at for site in sites])
 
     def describe(self) -> dict[str, Any]:
         """Facts for the client: which points exist and their shapes, table bytes, runner."""

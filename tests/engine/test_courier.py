@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from mia_lab.engine.claims import Claims
 from mia_lab.engine.config import Sizes
 from mia_lab.engine.courier import Courier
 from mia_lab.engine.router import Router
@@ -27,7 +28,8 @@ class Engine:
         sizes = Sizes(TOKENS, requests=8, programs=8, plans=24, terms=64, bank_bytes=4 * 4 * max(WIDTHS), captured_tokens=2 * TOKENS)
         self.tables = Tables(WIDTHS, [kind == "router" for kind, _ in SITES], sizes, dtype, torch.device("cpu"))
         self.tables.register("v", VECTOR)
-        self.router, self.courier = Router(self.tables, SITES), Courier(self.tables, SITES)
+        claims = Claims()
+        self.router, self.courier = Router(self.tables, SITES, claims), Courier(self.tables, SITES, claims)
         self.specs: dict[str, Spec] = {}
         self.expected: dict[tuple[str, int, bool, int], torch.Tensor] = {}  # by request, site, side and position
         self.draw = torch.Generator().manual_seed(0)

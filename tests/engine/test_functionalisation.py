@@ -29,7 +29,6 @@ def test_no_kernel_is_added_for_a_tap(models: Path, tmp_path: Path) -> None:
     assert bare[1] == 0 and bare[2] == 0
     assert stream[1] > 20
     assert stream[2] == every[2] == 0
-    # One more where the stream entering the first block is tapped, between the embedding and a norm that were one kernel, and
-    # one that the start-up probe compiles by itself. Reading q keeps Inductor from rotating q and k in one loop of a block.
-    assert stream[0] <= bare[0] + 2
+    # Norms ride in taps, so that Inductor has fewer to write. Reading q keeps it from rotating q and k in one loop of a block.
+    assert stream[0] < bare[0]
     assert every[0] <= stream[0] + 4

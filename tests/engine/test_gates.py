@@ -32,7 +32,7 @@ class Device:
         tokens = torch.zeros(TOKENS, dtype=torch.int64)
         if ids is not None:
             tokens[: len(positions)] = torch.tensor(ids)[positions]
-        self.gates.before_forward(names, np.cumsum(counts) - counts, counts, first, tokens)
+        self.gates.before_forward(names, counts, first, tokens)
         self.tables.measures.fill_(99.0)  # rows of no request, and of those without gates
         if measured is not None:
             self.tables.measures[: len(positions)] = measured[positions]
@@ -136,7 +136,7 @@ def test_a_request_that_is_preempted_in_the_middle_pools_from_the_start(rule: st
 def test_a_step_that_was_broken_off_decides_nothing() -> None:
     device = Device()
     device.gates.take("r", Spec((), (), (Gate("since", 0.5, 0),)))
-    device.gates.before_forward(["r"], np.array([0]), np.array([3]), np.array([0]), torch.zeros(TOKENS, dtype=torch.int64))
+    device.gates.before_forward(["r"], np.array([3]), np.array([0]), torch.zeros(TOKENS, dtype=torch.int64))
     device.gates.recover()
     device.tables.measures.fill_(1.0)
     device.gates.after_forward()

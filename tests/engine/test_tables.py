@@ -41,10 +41,11 @@ def adds(*parts: tuple[int, str, float]) -> Program:
 
 def contents(t: Tables, place: int) -> list[list[tuple]]:
     """What a program's place says at each site: its terms with the vectors that they name."""
+    t.flush()
     found = []
     for site, width in enumerate(WIDTHS):
         _, index, words, numbers, bank, *_ = t.of_site(site)
-        first, count = index[place].tolist()
+        first, count, *_ = index[place].tolist()
         lines = [(words[i].tolist(), numbers[i].tolist()) for i in range(first, first + count)]
         vector = lambda at, width=width, bank=bank: None if at < 0 else bank[at, :width].tolist()  # noqa: E731
         found.append([(P.OPS[w[P.OP]], vector(w[P.READ]), vector(w[P.WRITE]), n[P.COEFF]) for w, n in lines])
@@ -212,7 +213,8 @@ def test_every_part_of_a_term_has_its_column() -> None:
     term = Term("clip", "any", 0, (), "b", "block", 2.0, 3.0, 4.0, 5.0, 6.0, -7.0, 8.0, 2, (1, 2), 9, 3, fresh=False)
     place = t.take_program((Line(1, term, level=10.0), Line(1, replace(term, op="measure", aligned=0, write="", cosine=True, vote=True,
                                                                         fresh=True), begins=True)))
-    first, count = t.index[1, place].tolist()
+    t.flush()
+    first, count, *_ = t.index[1, place].tolist()
     assert count == 2
     clip, measure = t.words[first].tolist(), t.words[first + 1].tolist()
     assert t.numbers[first].tolist() == [2.0, 3.0, 4.0, 5.0, 6.0, -7.0, 8.0, 10.0]
@@ -224,6 +226,22 @@ def test_every_part_of_a_term_has_its_column() -> None:
     assert measure[P.READ] == clip[P.READ]
 
 
+@pytest.mark.parametrize(("site", "terms", "plain"), [
+    (0, [dict(coeff=2.5)], True), (1, [dict(columns=(0, 2))], True), (1, [dict(columns=(0, 1))], False), (1, [dict(columns=(1, 2))], False),
+    (0, [dict(gate=0)], False), (0, [dict(rate=-1.0)], False), (0, [dict(write="block", aligned=3)], False), (0, [dict(), dict()], False),
+    (0, [dict(op="affine", read="b")], False), (0, [dict(op="scale", write="")], False), (0, [], False)])
+def test_one_plain_addition_is_written_out_in_the_index(site: int, terms: list[dict[str, Any]], plain: bool) -> None:
+    t = tables()
+    t.take_program(adds((2, "c", 1.0)))
+    place = t.take_program(tuple(Line(site, Term(**dict(op="add", kind="any", layer=0, spans=(), write="a") | term)) for term in terms))
+    t.flush()
+    assert (t.index[:, place, P.PLAIN] >= 0).tolist() == [plain and at == site for at in range(SITES)]
+    if plain:
+        vector, coeff = t.index[site, place, P.PLAIN], t.index[site, place, P.PLAIN_COEFF].view(torch.float32)
+        assert torch.equal(t.bank[vector, :2], VECTORS["a"][0])
+        assert coeff == terms[0].get("coeff", 1.0)
+
+
 @pytest.mark.parametrize("line", [
     add(3, "a"), Line(0, Term("add", "any", 0, (), write="block")), Line(0, Term("add", "any", 0, (), write="block", aligned=2)),
     Line(0, Term("add", "any", 0, (), write="a", aligned=2))])
@@ -232,8 +250,9 @@ def test_a_vector_that_does_not_fit_its_term_is_refused_and_leaves_nothing(line:
     with pytest.raises(ValueError, match="its term needs"):
         t.take_program((add(0, "b"), line))
     program = (Line(0, Term("add", "any", 0, (), write="block", aligned=3)), Line(1, Term("renorm", "any", 0, ())))
-    first, count = t.index[0, t.take_program(program)].tolist()
-    assert (first, count) == (0, 1)
+    place = t.take_program(program)
+    t.flush()
+    assert t.index[0, place].tolist()[:2] == [0, 1]
 
 
 def test_equal_programs_share_a_place_and_equal_vectors_a_bank_row() -> None:
@@ -273,6 +292,7 @@ def test_terms_in_use_are_not_dropped_for_others() -> None:
 def test_a_plan_gives_each_of_its_entries_the_next_place(plan: Plan) -> None:
     t = tables()
     place = t.take_plan(plan)
+    t.flush()
     assert t.offsets[:, place].tolist() == offsets(plan)
     layout = t.plans[place]
     assert list(layout.cuts) == list(plan)
@@ -288,7 +308,9 @@ def test_plans_in_use_are_not_dropped_for_another() -> None:
     with pytest.raises(RuntimeError, match="all 1 capture plans are in use"):
         t.take_plan(other)
     t.give_plan(one)
-    assert t.offsets[:, t.take_plan(other)].tolist() == offsets(other)
+    place = t.take_plan(other)
+    t.flush()
+    assert t.offsets[:, place].tolist() == offsets(other)
 
 
 PROGRAMS: list[Program] = [
@@ -327,6 +349,7 @@ def test_what_is_in_use_is_never_overwritten_and_what_fits_is_never_refused(step
             if held in PROGRAMS:
                 assert contents(t, places[held]) == meant(held)
             else:
+                t.flush()
                 assert t.offsets[:, places[held]].tolist() == offsets(held)
                 assert tuple(t.plans[places[held]].cuts) == held
     assert [x.data_ptr() for site in range(SITES) for x in t.of_site(site)] == addresses

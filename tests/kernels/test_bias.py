@@ -25,7 +25,7 @@ def case(seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu", sin
     numbers[0, P.COEFF], numbers[0, P.SLOPE] = 0.7, 1.0
     words[1] = torch.tensor([P.BIAS, 0b1010, 0, 1, 1, 4, 0, 0])
     numbers[1, P.COEFF] = 1.5
-    index = torch.tensor([[0, 1], [1, 1], [2, 0]], dtype=torch.int32)
+    index = torch.tensor([[0, 1, -1, 0], [1, 1, -1, 0], [2, 0, -1, 0]], dtype=torch.int32)
     opens = torch.tensor([[0, 0], [0, 6]], dtype=torch.int32)
     tensors = dict(q=draw(ROWS, HEADS, E).to(dtype), k=draw(ROWS, KV, E).to(dtype), v=draw(ROWS, KV, EV).to(dtype),
                    rows=rows, index=index, words=words, numbers=numbers, measures=torch.zeros(ROWS, 2), opens=opens,

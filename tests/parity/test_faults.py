@@ -70,9 +70,9 @@ def test_steering_lost_on_decode_is_seen(open_tiny: Callable[..., Any], model: A
     session = open_tiny("llama", points=scenario.all_kinds(), **EAGER)
     capture = router.Router._capture
 
-    def forgetful(self: router.Router, table: Any, req_ids: Any, owner: Any, position: Any, rows: Any, plans: Any) -> Any:
-        table[rows[np.bincount(owner)[owner] == 1], 0] = router.NEUTRAL
-        return capture(self, table, req_ids, owner, position, rows, plans)
+    def forgetful(self: router.Router, table: Any, batch: Any, *rest: Any) -> Any:
+        table[batch.rows[np.bincount(batch.owner)[batch.owner] == 1], 0] = router.NEUTRAL
+        return capture(self, table, batch, *rest)
 
     monkeypatch.setattr(router.Router, "_capture", forgetful)
     row, logprob = errors(session, model)
@@ -90,6 +90,7 @@ def test_half_a_residual_is_seen(models: Path, open_tiny: Callable[..., Any], mo
         layout = original(*args)
         layout.places = {key: replace(place, at=replace(place.at, pair=False)) if key[0] == "resid_post" else place
                          for key, place in layout.places.items()}
+        layout.carriers = {}
         return layout
 
     monkeypatch.setattr(worker, "discover", without_pair)

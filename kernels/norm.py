@@ -1,0 +1,91 @@
+"""A tap and the RMS norm that reads the stream right after it, as one kernel.
+
+A tap of its own costs a launch and a pass over the row. Where a block passes on a pending pair and an RMS norm adds it
+up, the tap rides in that norm: the row is there already, and nothing is launched that was not before. What is returned
+is what the tap followed by the norm would give, to the rounding of one sum.
+"""
+from __future__ import annotations
+
+import torch
+
+from . import tap
+from .tap import tap_reference
+
+if tap.triton is not None:
+    import triton
+    import triton.language as tl
+
+    from .tap import apply, capture, prologue
+
+Tensor = torch.Tensor
+
+
+def tap_norm_reference(x: Tensor, residual: Tensor, rows: Tensor, index: Tensor, words: Tensor, numbers: Tensor, bank: Tensor,
+                       offsets: Tensor, arena: Tensor, measures: Tensor, opens: Tensor, weight: Tensor, eps: float,
+                       shifted: bool) -> tuple[Tensor, Tensor]:
+    """Tap the stream x + residual, then return its RMS norm and the stream itself, each `[..., d]` of x's type.
+
+    Arguments as `tap_reference`; weight `[d]`, to which 1 is added where `shifted` (Gemma). x and residual stay as they are.
+    """
+    x = x.clone(memory_format=torch.contiguous_format)
+    tap_reference(x, residual, rows, index, words, numbers, bank, offsets, arena, measures, opens)
+    return rms_norm(x.float() + residual.float(), weight, eps, shifted, x.dtype)
+
+
+def rms_norm(whole: Tensor, weight: Tensor, eps: float, shifted: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the RMS norm of a float32 stream and the stream, both rounded to `dtype` as vLLM's norms round them."""
+    normed = whole * torch.rsqrt(whole.square().mean(-1, keepdim=True) + eps)
+    normed = normed * (weight.float() + 1.0) if shifted else normed.to(weight.dtype) * weight
+    return normed.to(dtype), whole.to(dtype)
+
+
+if tap.triton is not None:
+
+    @triton.jit
+    def mia_tap_norm(x, residual, rows, index, words, numbers, bank, offsets, arena, measures, opens, weight, normed, whole, eps,
+                     d, width, x_stride, r_stride, GATES: tl.constexpr, SHIFTED: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        cols = tl.arange(0, BLOCK)
+        mask = cols < d
+        w = tl.load(weight + cols, mask=mask, other=0.0)
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+        value = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        other = tl.load(residual + row * r_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        line, plain, added, before, after = prologue(rows, index, bank, offsets, row, width, cols, mask, True, BLOCK)
+        capture(arena, before, value + other, cols, mask, 1)
+        value = apply(value, other, line, plain, added, row, rows, index, words, numbers, bank, measures, opens, width, cols, mask,
+                      GATES, BLOCK).to(x.dtype.element_ty).to(tl.float32)
+        total = value + other
+        capture(arena, after, total, cols, mask, 1)
+        tl.store(whole + row * d + cols, total.to(x.dtype.element_ty), mask=mask)
+        scaled = total * tl.rsqrt(tl.sum(total * total, axis=0) / d + eps)
+        scaled = scaled * (w.to(tl.float32) + 1.0) if SHIFTED else scaled.to(w.dtype).to(tl.float32) * w.to(tl.float32)
+        tl.store(normed + row * d + cols, scaled.to(x.dtype.element_ty), mask=mask)
+
+
+def tap_norm_cuda(x: Tensor, residual: Tensor, rows: Tensor, index: Tensor, words: Tensor, numbers: Tensor, bank: Tensor,
+                  offsets: Tensor, arena: Tensor, measures: Tensor, opens: Tensor, weight: Tensor, eps: float,
+                  shifted: bool) -> tuple[Tensor, Tensor]:
+    """The same with one Triton launch, one program a row. Arguments as the reference."""
+    d = x.shape[-1]
+    flat, other = x.view(-1, d), residual.view(-1, d)
+    normed, whole = _outputs(x)
+    block = triton.next_power_of_2(d)
+    mia_tap_norm[(flat.shape[0],)](
+        flat, other, rows, index, words, numbers, bank, offsets, arena, measures, opens, weight, normed, whole, eps, d, bank.stride(0),
+        flat.stride(0), other.stride(0), GATES=measures.shape[1], SHIFTED=shifted, BLOCK=block,
+        **tap.launch(block))
+    return normed, whole
+
+
+def _outputs(x: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+tap.LIBRARY.define(f"tap_norm(Tensor x, Tensor residual, {tap.TABLES}, Tensor(c!) measures, Tensor opens, Tensor weight, float eps, "
+                   f"bool shifted) -> (Tensor, Tensor)")
+tap.LIBRARY.impl("tap_norm", tap_norm_reference, "CPU")
+tap.LIBRARY.impl("tap_norm", tap_norm_cuda, "CUDA")
+tap.LIBRARY.impl("tap_norm", _outputs, "Meta")
+tap_norm = torch.ops.mia_lab.tap_norm.default

@@ -1,0 +1,130 @@
+"""What is timed, and the proof that it happened: each case checks the tokens or the rows of the very runs that are timed."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..edits import Add, Edit
+from ..engine.wire import Take
+from ..errors import ProofError
+from ..launch import EngineRows
+from ..points import Point
+from ..prompts import Prompts
+from ..session import Session
+
+_FAR = 300.0  # times the stream's length: so far along a direction that only it decides the next token
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What every run of a comparison does: `batch` prompts of `tokens_in`, each continued by `tokens_out`."""
+
+    batch: int
+    tokens_in: int
+    tokens_out: int
+
+    def prompts(self, vocab: int, seed: int) -> list[list[int]]:
+        """Return random prompts, other ones for each seed."""
+        draw = torch.Generator().manual_seed(seed)
+        return torch.randint(10, vocab, (self.batch, self.tokens_in), generator=draw).tolist()
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Sampling arguments."""
+        return dict(max_tokens=self.tokens_out, temperature=0.0, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A way to run the work with taps. `run` is timed and returns what `prove` then looks at; that gives the bytes of rows
+    that were delivered, or raises ProofError."""
+
+    name: str
+    run: Callable[[list[list[int]]], Any]
+    prove: Callable[[Any], int]
+
+
+class Steering:
+    """Edits whose effect shows in every token: pushed far along a direction at the last layer, a model says one token only."""
+
+    def __init__(self, session: Session, edits: int) -> None:
+        self._last = session.n_layers - 1
+        draw = torch.Generator().manual_seed(0)
+        scale = _FAR * float(session.capture([list(range(10, 20))], layers=self._last, at=-1).float().norm())
+        ways = torch.randn(edits, session.d_model, generator=draw)
+        self._far = ways / ways.norm(dim=1, keepdim=True) * scale
+        self._small = torch.randn(session.n_layers, session.d_model, generator=draw) * 1e-3
+        self.tokens = session.unembed(self._far).argmax(-1).tolist()
+
+    def one(self, i: int) -> list[Edit]:
+        """One addition at the last layer, which makes every token `tokens[i]`."""
+        return [Add(self._far[i], 1.0, [self._last])]
+
+    def every_layer(self) -> list[Edit]:
+        """An addition at each layer, which makes every token `tokens[0]`."""
+        rows = self._small.clone()
+        rows[self._last] = self._far[0]
+        return [Add(rows, 1.0, range(len(rows)))]
+
+
+def cases(session: Session, work: Work) -> list[Case]:
+    """Return the cases for one engine and one kind of work."""
+    steering, everyone = Steering(session, work.batch), range(work.batch)
+    last = [Point("resid_post", session.n_layers - 1)]
+    every = [Point("resid_post", layer) for layer in range(session.n_layers)]
+    one = steering.tokens[:1] * work.batch
+    return [
+        Case("idle", lambda prompts: session._run(Prompts.of(prompts), None, work.sampling), lambda result: 0),
+        _steered("steer one layer", session, work, [steering.one(0)] * work.batch, one),
+        _steered("steer every layer", session, work, [steering.every_layer()] * work.batch, one),
+        _steered("another edit in each request", session, work, [steering.one(i) for i in everyone], steering.tokens),
+        _captured("capture last token, one layer", session, work, last, False),
+        _captured("capture last token, all layers", session, work, every, False),
+        _captured("capture every token, one layer", session, work, last, True),
+        _captured("capture every token, all layers", session, work, every, True),
+    ]
+
+
+def _steered(name: str, session: Session, work: Work, edits: Sequence[Sequence[Edit]], tokens: Sequence[int]) -> Case:
+    def prove(result: tuple[list, EngineRows]) -> int:
+        for i, (output, token) in enumerate(zip(result[0], tokens, strict=True)):
+            said = list(output.outputs[0].token_ids)
+            if said != [token] * work.tokens_out:
+                raise ProofError(f"{name}: request {i} was steered towards token {token} and said {said[:8]}")
+        return 0
+
+    return Case(name, lambda prompts: session._run(Prompts.of(prompts), edits, work.sampling), prove)
+
+
+def _captured(name: str, session: Session, work: Work, asked: Sequence[Point], every: bool) -> Case:
+    span = (0, None) if every else (work.tokens_in - 1, work.tokens_in)
+
+    def run(prompts: list[list[int]]) -> tuple[list, EngineRows]:
+        takes = [[Take(p.kind, p.layer, (span,)) for p in asked] for _ in prompts]
+        outputs, source = session._run(Prompts.of(prompts), None, work.sampling, takes)
+        source.rows(asked[-1], [0])  # which waits until all of them are here
+        return outputs, source
+
+    def prove(result: tuple[list, EngineRows]) -> int:
+        outputs, source = result
+        positions = range(work.tokens_in + work.tokens_out - 1) if every else [work.tokens_in - 1]
+        for request in {0, work.batch - 1}:
+            found, rows = source.rows(asked[-1], [request])[0]
+            if found.tolist() != list(positions) or not rows.isfinite().all():
+                raise ProofError(f"{name}: request {request} gave rows {found.tolist()[:8]} for positions {positions}")
+            said = outputs[request].outputs[0].token_ids[: len(found)]
+            _lead_to(session.unembed(rows[-len(said):]), said, name)
+        return work.batch * len(positions) * sum(session._engine.row_bytes((p.kind, p.layer)) for p in asked)
+
+    return Case(name, run, prove)
+
+
+def _lead_to(logits: torch.Tensor, said: Sequence[int], name: str) -> None:
+    """ProofError unless each row's token is what its logits `[rows d_vocab]` lead to, up to the rounding of 16 bits."""
+    best = logits.max(-1).values
+    lag = best - logits[torch.arange(len(said)), torch.tensor(list(said))]
+    if not (lag <= 2**-6 * logits.abs().max(-1).values).all():
+        raise ProofError(f"{name}: the rows do not lead to the tokens that were said; worst lag {float((lag / best.abs()).max()):.2e}")

@@ -1,0 +1,175 @@
+"""CUDA graphs without the taps that a step does not need: what nobody uses is not launched.
+
+A tap in a replayed graph costs about a microsecond even where every row is neutral. So each graph that vLLM captures is
+kept, and instantiated once for each set of sites that steps turn out to need: a copy of it from which the other taps'
+nodes were taken out. All copies work on the same memory; which one is replayed is chosen per step, on the host.
+"""
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from .tables import Tables
+
+_VARIANTS = 8  # of one graph; a step that would need one more replays the whole graph
+_KERNEL_NODE = 0
+_REMOVABLE = "mia_tap"
+_INDEX_ARGUMENT = 3  # of that kernel: the table that tells a site from the others
+
+Sites = frozenset[int]
+
+
+class _Params(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS of the driver's API, second version."""
+
+    _fields_ = [("function", ctypes.c_void_p), ("launch", ctypes.c_uint * 7), ("arguments", ctypes.POINTER(ctypes.c_void_p)),
+                ("extra", ctypes.c_void_p), ("kernel", ctypes.c_void_p), ("context", ctypes.c_void_p)]
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *args: Any) -> None:
+    error = getattr(_driver(), name)(*args)
+    if error:
+        raise RuntimeError(f"CUDA's {name} failed with error {error}")
+
+
+def _nodes(graph: ctypes.c_void_p) -> list[int]:
+    count = ctypes.c_size_t()
+    _call("cuGraphGetNodes", graph, None, ctypes.byref(count))
+    nodes = (ctypes.c_void_p * count.value)()
+    _call("cuGraphGetNodes", graph, nodes, ctypes.byref(count))
+    return list(nodes)
+
+
+def _neighbours(name: str, node: int) -> list[int]:
+    """The nodes before or after one; edges may be programmatic, which only these second versions can tell."""
+    count = ctypes.c_size_t()
+    _call(name, ctypes.c_void_p(node), None, None, ctypes.byref(count))
+    nodes, edges = (ctypes.c_void_p * max(count.value, 1))(), (ctypes.c_uint64 * max(count.value, 1))()
+    if count.value:
+        _call(name, ctypes.c_void_p(node), nodes, edges, ctypes.byref(count))
+    return list(nodes)[: count.value]
+
+
+def _index_of(node: int) -> int | None:
+    """The address of a tap's index table; None for a node that is no tap that could be left out."""
+    kind = ctypes.c_int()
+    _call("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
+    if kind.value != _KERNEL_NODE:
+        return None
+    params, name = _Params(), ctypes.c_char_p()
+    _call("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(node), ctypes.byref(params))
+    if params.function:
+        _call("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(params.function))
+    else:
+        _call("cuKernelGetName", ctypes.byref(name), ctypes.c_void_p(params.kernel))
+    if name.value is None or name.value.decode() != _REMOVABLE or not params.arguments:
+        return None
+    return ctypes.cast(params.arguments[_INDEX_ARGUMENT], ctypes.POINTER(ctypes.c_uint64)).contents.value
+
+
+def _take_out(graph: ctypes.c_void_p, node: int) -> None:
+    """Remove a node; what waited for it waits for what it waited for."""
+    before = _neighbours("cuGraphNodeGetDependencies_v2", node)
+    after = _neighbours("cuGraphNodeGetDependentNodes_v2", node)
+    _call("cuGraphDestroyNode", ctypes.c_void_p(node))
+    for later in after:
+        held = set(_neighbours("cuGraphNodeGetDependencies_v2", later))
+        for earlier in before:
+            if earlier not in held:
+                _call("cuGraphAddDependencies_v2", graph, (ctypes.c_void_p * 1)(earlier), (ctypes.c_void_p * 1)(later), None,
+                      ctypes.c_size_t(1))
+
+
+def _free(executables: dict[Sites, ctypes.c_void_p]) -> None:
+    while executables:
+        _call("cuGraphExecDestroy", executables.popitem()[1])
+
+
+class TappedGraph(torch.cuda.CUDAGraph):
+    """A captured graph that replays with the taps of the sites in `needed()` and without the others.
+
+    sites: which site an index table's address belongs to. The forward draws no random numbers, so that a replay is a launch.
+    """
+
+    def __new__(cls, sites: dict[int, int], needed: Callable[[], Sites]) -> TappedGraph:
+        """Make a graph whose capture is kept."""
+        return super().__new__(cls, keep_graph=True)
+
+    def __init__(self, sites: dict[int, int], needed: Callable[[], Sites]) -> None:
+        super().__init__(keep_graph=True)
+        self._site_of, self._needed = sites, needed
+        self._whole: Sites | None = None  # every site with a tap in this graph, once that is known
+        self._variants: dict[Sites, ctypes.c_void_p] = {}
+        weakref.finalize(self, _free, self._variants).atexit = False
+
+    def replay(self) -> None:
+        """Launch the variant that this step needs on the current stream, making it where it is new."""
+        if self._whole is None:
+            self._whole = frozenset(self._taps(ctypes.c_void_p(self.raw_cuda_graph())))
+        wanted = self._needed() & self._whole
+        if wanted not in self._variants:
+            wanted = wanted if len(self._variants) < _VARIANTS else self._whole
+        if wanted not in self._variants:
+            self._variants[wanted] = self._without(self._whole - wanted)
+        _call("cuGraphLaunch", self._variants[wanted], ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+
+    def reset(self) -> None:
+        """Free the graph and its variants."""
+        _free(self._variants)
+        super().reset()
+
+    def _taps(self, graph: ctypes.c_void_p) -> dict[int, list[int]]:
+        """The nodes of each site's taps."""
+        found: dict[int, list[int]] = {}
+        for node in _nodes(graph):
+            index = _index_of(node)
+            if index is not None:
+                found.setdefault(self._site_of[index], []).append(node)
+        return found
+
+    def _without(self, sites: Sites) -> ctypes.c_void_p:
+        graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
+        _call("cuGraphClone", ctypes.byref(graph), ctypes.c_void_p(self.raw_cuda_graph()))
+        try:
+            for site, nodes in self._taps(graph).items():
+                for node in nodes if site in sites else ():
+                    _take_out(graph, node)
+            _call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
+        finally:
+            _call("cuGraphDestroy", graph)
+        return executable
+
+
+def install(runner: Any, tables: Tables, needed: Callable[[], Sites]) -> None:
+    """Let a runner capture graphs that leave out what a step does not need. Without CUDA there are none."""
+    if tables.device.type != "cuda":
+        return
+    sites = {tables.index[site].data_ptr(): site for site in range(len(tables.widths))}
+    capture_model = runner.capture_model
+
+    def capture(*args: Any, **kwargs: Any) -> Any:
+        with _graphs_made_by(partial(TappedGraph, sites, needed)):
+            return capture_model(*args, **kwargs)
+
+    runner.capture_model = capture
+
+
+@contextmanager
+def _graphs_made_by(make: Callable[[], TappedGraph]) -> Iterator[None]:
+    plain = torch.cuda.CUDAGraph
+    torch.cuda.CUDAGraph = make
+    try:
+        yield
+    finally:
+        torch.cuda.CUDAGraph = plain

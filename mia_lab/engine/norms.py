@@ -1,0 +1,65 @@
+"""Norms in which a tap can ride: those that add up the pair that a block passes on, and compute what our kernel does.
+
+Where such a norm reads the stream first, the tap costs no launch of its own. As everywhere, values decide: the norm is
+replaced only if it returned, in the probe's forward, what the kernel's formula says.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from mia_lab.kernels.norm import rms_norm
+
+from .branches import Call, Place, distance
+from .taps import Normed
+from .wire import Site
+
+
+@torch.inference_mode()
+def carriers(calls: Mapping[nn.Module, Call], blocks: Sequence[nn.Module], final: nn.Module | None, mids: Mapping[int, Place],
+             quantised: bool) -> dict[Site, Place]:
+    """Return, for points of the stream, the norm that reads it next and can carry the tap.
+
+    mids: where each block reads resid_mid. None where weights are quantised, whose norms vLLM fuses with what follows.
+    """
+    if quantised or os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0":
+        return {}
+    found: dict[Site, Place] = {}
+    for layer, (block, following) in enumerate(pairwise([*blocks, None])):
+        own = set(following.children()) if following is not None else {final}
+        reader = next((call for module, call in calls.items() if module in own and call.inputs), None)
+        place = None if reader is None or not _reads(reader, calls[block]) else _carrier(reader)
+        if place is not None:
+            found["resid_post", layer] = place
+            if following is not None:
+                found["resid_pre", layer + 1] = place
+    for layer, mid in mids.items():
+        place = _carrier(calls[mid.module]) if mid.module in calls else None
+        if place is not None and (place.at.x, place.at.residual) == (mid.at.x, mid.at.residual):
+            found["resid_mid", layer] = place
+    return found
+
+
+def _reads(reader: Call, block: Call) -> bool:
+    """Whether a call is given just the pair that a block returned."""
+    if len(block.outputs) != 2 or len(reader.inputs) != 2:
+        return False
+    return all(torch.equal(given, returned) for (_, given), returned in zip(reader.inputs, block.outputs))
+
+
+def _carrier(call: Call) -> Place | None:
+    weight, eps = (getattr(call.module, name, None) for name in ("weight", "variance_epsilon"))
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or eps is None or len(call.inputs) != 2 or len(call.outputs) != 2:
+        return None
+    (x_at, x), (residual_at, residual) = call.inputs
+    info = torch.finfo(x.dtype)
+    for shifted in (False, True):
+        values = rms_norm(x.float() + residual.float(), weight, eps, shifted, x.dtype)
+        if all(distance(ours.double(), theirs.double()) <= (info.eps / 2 if info.bits == 16 else 8 * info.eps)
+               for ours, theirs in zip(values, call.outputs)):
+            return Place(call.module, Normed(x_at, residual_at, shifted), (x.shape[-1],))
+    return None

@@ -1,0 +1,103 @@
+"""The way off the device: one copy a step into a pinned ring, from where a thread of its own moves it on.
+
+The engine's thread only enqueues: while the ring has room a step costs it one asynchronous copy. It waits only when the
+host's memory cannot take rows over as fast as the device gives them.
+"""
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class Ring:
+    """A pinned buffer, used round and round, and the thread that empties it in order.
+
+    size: values of `dtype`. What is sent is handed to `deliver` on that thread once it is on the host, and must not be kept;
+    an error there is raised by the next call.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._buffer = torch.empty(size, dtype=dtype, pin_memory=True)
+        self._stream = torch.cuda.Stream(device)
+        self._line = _Line()
+        self._next = 0
+        threading.Thread(target=_empty, args=(self._line,), name="mia-courier", daemon=True).start()
+        weakref.finalize(self, self._line.jobs.put, None).atexit = False
+
+    def send(self, source: Tensor, deliver: Callable[[Tensor], None]) -> torch.cuda.Event:
+        """Start copying a flat tensor to the host, and return the event after which its memory may be used again."""
+        size = len(source)
+        held = size if size <= len(self._buffer) else 0  # what is larger than the ring gets memory of its own
+        start = self._room(held)
+        ready, done = torch.cuda.Event(), torch.cuda.Event(blocking=True)
+        ready.record()
+        place = self._buffer[start : start + size] if held else torch.empty(size, dtype=source.dtype, pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            place.copy_(source, non_blocking=True)
+            done.record()
+            source.record_stream(self._stream)
+        with self._line.moved:
+            self._line.held.append((start, start + held))
+        self._next = start + held
+        self._line.jobs.put((done, place, deliver))
+        return done
+
+    def wait(self) -> None:
+        """Return once all that was sent is delivered."""
+        self._wait_for(lambda: not self._line.held)
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        line = self._line
+        with line.moved:
+            line.moved.wait_for(lambda: condition() or line.error is not None)
+        if line.error is not None:
+            raise RuntimeError("captured rows could not be delivered") from line.error
+
+    def _room(self, size: int) -> int:
+        """Where `size` values are free: behind the newest, else before the oldest; waits until they are."""
+        self._wait_for(lambda: self._gap(size) is not None)
+        return self._gap(size)
+
+    def _gap(self, size: int) -> int | None:
+        held = self._line.held
+        if not held:
+            return 0
+        oldest = held[0][0]
+        if self._next <= oldest:
+            return self._next if self._next + size <= oldest else None
+        if self._next + size <= len(self._buffer):
+            return self._next
+        return 0 if size <= oldest else None
+
+
+class _Line:
+    """What is on its way, shared with the thread, which must not keep the ring itself alive."""
+
+    def __init__(self) -> None:
+        self.jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self.held: deque[tuple[int, int]] = deque()  # [start, stop) of what was sent and is not delivered, the oldest first
+        self.moved = threading.Condition()
+        self.error: BaseException | None = None
+
+
+def _empty(line: _Line) -> None:
+    """Deliver what arrives, in order, until there is no ring."""
+    while (job := line.jobs.get()) is not None:
+        done, place, deliver = job
+        try:
+            done.synchronize()
+            deliver(place)
+        except BaseException as error:
+            line.error = error
+        with line.moved:
+            line.held.popleft()
+            line.moved.notify_all()
+        del job, done, place, deliver
