@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .engine.config import EngineOptions
+from .engine.shared import take
 from .engine.shutdown import shut_down
 from .engine.wire import KEY, Span
 from .errors import ClosedError, MiaError, MissingRowsError
@@ -88,7 +89,7 @@ class Engine:
             from vllm import LLM
 
             self._llm: Any = LLM(model=model, additional_config=additional, **options)
-        self._broken = ""
+        self._broken, self.in_process = "", in_process
         if in_process:
             _in_this_process.add(self._llm)
         self._dropped: list[str] = []
@@ -206,12 +207,18 @@ class EngineRows:
 
         form: the shape and type of one row, where it is not the point's own.
         """
-        found = self._call("fetch", point, [self._uids[i] for i in prompts], point.kind, point.layer, before)
+        here = self._engine.in_process
+        found = self._call("fetch", point, [self._uids[i] for i in prompts], point.kind, point.layer, before, here)
         shape, dtype = form or (self._engine.shapes[point], self._engine.dtype_of(point.kind))
-        rows = [(_tensor(p, torch.int64), _tensor(v, dtype).view(-1, *shape)) for p, v in found]
+        flat = found if here else [(take(p, torch.int64), take(v, dtype)) for p, v in found]
+        rows = [(positions, values.reshape(-1, *shape)) for positions, values in flat]
         if any(len(values) not in (len(positions), 1) for positions, values in rows):
             raise MissingRowsError(f"{point} gave rows of another shape than {list(shape)}")
         return rows
+
+    def wait(self) -> None:
+        """Return once all that was captured is on the host."""
+        self._engine.rpc("settle")
 
     def pattern(self, point: Point, prompts: Sequence[int], at: Sequence[Sequence[int]],
                 spans: Sequence[Sequence[Span]] | None = None) -> list[torch.Tensor]:
@@ -219,12 +226,12 @@ class EngineRows:
         `[pos head]`; MissingRowsError without their q or k."""
         found = self._call("pattern", point, [self._uids[i] for i in prompts], point.layer, [list(at[i]) for i in prompts],
                            point.kind == "attn_scores", None if spans is None else [list(spans[i]) for i in prompts])
-        return [_tensor(data, torch.float32).view(shape) for shape, data in found]
+        return [take(data, torch.float32).view(shape) for shape, data in found]
 
     def experts(self, point: Point, prompts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return per request the weights `[n k]` float32 and ids `[n k]` of the experts chosen at each captured row."""
         found = self._call("experts", point, [self._uids[i] for i in prompts], point.layer)
-        return [(_tensor(w, torch.float32).view(-1, k), _tensor(ids, torch.int64).view(-1, k)) for k, w, ids in found]
+        return [(take(w, torch.float32).view(-1, k), take(ids, torch.int64).view(-1, k)) for k, w, ids in found]
 
     def _call(self, method: str, point: Point, *args: Any) -> Any:
         try:
@@ -232,7 +239,3 @@ class EngineRows:
         except ClosedError:
             raise MissingRowsError(f"{point} was not fetched before its session closed; "
                                    f"call cache.fetch() first to keep values") from None
-
-
-def _tensor(data: bytes, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)

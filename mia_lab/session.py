@@ -1,6 +1,7 @@
 """Session: one vLLM model with taps. Everything a notebook does starts here."""
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,17 +40,21 @@ class Session:
     max_captured_tokens: rows captured in one engine step at most; a longer prompt is run in chunks of it. By default as
     many as 256 MiB hold. max_biased_tokens: tokens of all running requests under an AttentionBias, whose keys and values
     are kept beside the KV cache; 0 does without such edits. in_process: run the engine in this process (the default) or in its own.
+    delivery: where the engine captures faster than the host can take rows over, "complete" slows it down, "best_effort" drops
+    rows, which are counted in `dropped` and raise when used.
     Every other keyword is vLLM's. Raises UnsupportedError, with the reason, for what could give wrong results.
     """
 
     def __init__(self, model: str, *, points: Any = ("resid_post",), edits: Sequence[str] = EDIT_KINDS,
                  max_captured_tokens: int | None = None, max_biased_tokens: int = 0, in_process: bool = True,
-                 **engine: Any) -> None:
+                 delivery: str = "complete", **engine: Any) -> None:
         from .proof import prove
 
         unknown = [kind for kind in edits if kind not in EDIT_KINDS]
         if unknown:
             raise EditError(f"there is no edit kind {unknown[0]!r}; the kinds are {', '.join(EDIT_KINDS)}")
+        if delivery not in ("complete", "best_effort"):
+            raise MiaError(f'delivery is "complete" or "best_effort", not {delivery!r}')
         self.model = str(model)
         path = resolve(self.model)
         config = read_config(path, engine)
@@ -63,8 +68,11 @@ class Session:
         if not max_biased_tokens:
             self.edit_kinds = tuple(kind for kind in self.edit_kinds if kind != "attentionbias")
         declared = _declare(points, self.n_layers, "attentionbias" in self.edit_kinds)
-        asked = EngineOptions(*declared, self.edit_kinds, max_captured_tokens or 0, max_biased_tokens)
-        refuse_unsupported(config, Sizes.of(config, asked))  # before minutes of loading; the engine checks again
+        asked = EngineOptions(*declared, self.edit_kinds, max_captured_tokens or 0, max_biased_tokens,
+                              delivery == "complete")
+        sizes = Sizes.of(config, asked)
+        refuse_unsupported(config, sizes)  # before minutes of loading; the engine checks again
+        print(f"mia_lab: {sizes.describe(config, asked)}", file=sys.stderr)
         self._engine = Engine(path, asked, in_process, engine)
         facts = self._engine.facts
         sites = [Point(kind, layer) for kind, layer in facts["sites"]]
@@ -307,6 +315,11 @@ class Session:
 
     def _has_bos_rule(self) -> bool:
         return self._has_bos(self.tokenizer.encode("a"))
+
+    @property
+    def dropped(self) -> int:
+        """Captured rows that were dropped since the session opened: 0 unless it delivers with best effort."""
+        return self._engine.rpc("settle")
 
     def unembed(self, rows: torch.Tensor, normed: bool = False) -> torch.Tensor:
         """Return float32 logits `[n d_vocab]` of rows `[n d_model]` of the last block's stream, or, where `normed`, of the final

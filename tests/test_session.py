@@ -223,7 +223,7 @@ def test_bad_input_says_what_to_type_and_leaves_the_session_working(session: mia
 
 def held(session: mia.Session, uids: list[str]) -> int:
     """Rows that the worker holds for these requests."""
-    return sum(len(positions) for positions, _ in session._engine.rpc("fetch", uids, "resid_post", 1))
+    return sum(len(positions) for positions, _ in session._engine.rpc("fetch", uids, "resid_post", 1, False, True))
 
 
 def test_rows_are_let_go_with_their_cache(session: mia.Session) -> None:
@@ -264,7 +264,7 @@ def test_a_broken_off_run_leaves_neither_requests_nor_rows_nor_cached_blocks(ses
     again = session.completions(prompt, max_tokens=4, logprobs=1)
     assert again.outputs[0].cumulative_logprob == pytest.approx(expected, abs=1e-5)
     courier = session._engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.mia_fetch.__self__._courier
-    assert not courier._held
+    assert not courier._kept and not courier._sent
 
 
 def test_the_unit_is_measured_without_open_scopes(open_tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,

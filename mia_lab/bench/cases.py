@@ -16,6 +16,7 @@ from ..prompts import Prompts
 from ..session import Session
 
 _FAR = 300.0  # times the stream's length: so far along a direction that only it decides the next token
+_CHOICE = 8  # directions drawn for each that is taken, those that leave the least doubt about the token
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,12 @@ class Steering:
         self._last = session.n_layers - 1
         draw = torch.Generator().manual_seed(0)
         scale = _FAR * float(session.capture([list(range(10, 20))], layers=self._last, at=-1).float().norm())
-        ways = torch.randn(edits, session.d_model, generator=draw)
-        self._far = ways / ways.norm(dim=1, keepdim=True) * scale
+        ways = torch.randn(max(64, _CHOICE * edits), session.d_model, generator=draw)
+        ways = ways / ways.norm(dim=1, keepdim=True) * scale
+        best = session.unembed(ways).topk(2, dim=-1)
+        clear = (best.values[:, 0] - best.values[:, 1]).topk(edits).indices
+        self._far, self.tokens = ways[clear], best.indices[clear, 0].tolist()
         self._small = torch.randn(session.n_layers, session.d_model, generator=draw) * 1e-3
-        self.tokens = session.unembed(self._far).argmax(-1).tolist()
 
     def one(self, i: int) -> list[Edit]:
         """One addition at the last layer, which makes every token `tokens[i]`."""
@@ -85,6 +88,7 @@ def cases(session: Session, work: Work) -> list[Case]:
         _captured("capture last token, all layers", session, work, every, False),
         _captured("capture every token, one layer", session, work, last, True),
         _captured("capture every token, all layers", session, work, every, True),
+        *_undelivered(session, work),
     ]
 
 
@@ -105,7 +109,7 @@ def _captured(name: str, session: Session, work: Work, asked: Sequence[Point], e
     def run(prompts: list[list[int]]) -> tuple[list, EngineRows]:
         takes = [[Take(p.kind, p.layer, (span,)) for p in asked] for _ in prompts]
         outputs, source = session._run(Prompts.of(prompts), None, work.sampling, takes)
-        source.rows(asked[-1], [0])  # which waits until all of them are here
+        source.wait()
         return outputs, source
 
     def prove(result: tuple[list, EngineRows]) -> int:
@@ -120,6 +124,32 @@ def _captured(name: str, session: Session, work: Work, asked: Sequence[Point], e
         return work.batch * len(positions) * sum(session._engine.row_bytes((p.kind, p.layer)) for p in asked)
 
     return Case(name, run, prove)
+
+
+def _undelivered(session: Session, work: Work) -> list[Case]:
+    """Every token at every tapped point, where these are more than the stream's, as far as the device's arena."""
+    kinds = {p.kind for p in session.tapped}
+    if kinds == {"resid_post"}:
+        return []
+    courier = session._engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.mia_fetch.__self__._courier
+
+    def run(prompts: list[list[int]]) -> tuple[list, EngineRows]:
+        takes = [[Take(p.kind, p.layer, ((0, None),)) for p in session.tapped] for _ in prompts]
+        deliver, courier.after_forward = courier.after_forward, lambda step: taken.append(len(step.claims))
+        try:
+            return session._run(Prompts.of(prompts), None, work.sampling, takes)
+        finally:
+            courier.after_forward = deliver
+
+    def prove(result: tuple[list, EngineRows]) -> int:
+        rows, expected = sum(taken), work.batch * (work.tokens_in + work.tokens_out - 1)
+        taken.clear()
+        if rows != expected or not courier._tables.arena.isfinite().all() or not courier._tables.arena.any():
+            raise ProofError(f"{rows} rows of {expected} were copied into the arena")
+        return 0
+
+    taken: list[int] = []
+    return [Case(f"capture every token, {len(kinds)} kinds of point, on the device", run, prove)]
 
 
 def _lead_to(logits: torch.Tensor, said: Sequence[int], name: str) -> None:

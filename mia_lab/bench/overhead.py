@@ -99,7 +99,7 @@ class Pair:
         layers: how many of a shape's blocks to keep. session: arguments for the tapped engine alone.
         """
         engine = dict(max_model_len=max(w.tokens_in + w.tokens_out for w in work) + 8, max_num_seqs=max(w.batch for w in work),
-                      enable_prefix_caching=False, disable_log_stats=False) | engine
+                      enable_prefix_caching=False, disable_log_stats=False, gpu_memory_utilization=0.45) | engine
         with tempfile.TemporaryDirectory() as folder:
             path, name = model, model
             if model in SHAPES:

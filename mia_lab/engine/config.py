@@ -18,7 +18,8 @@ PLANS = 256
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """The opt-in. `sites` are (kind, layer) pairs, dropped where the model lacks them: but those in `exact` must be there,
-    and one at least of each of `kinds`. `edits` are the enabled edit kinds; 0 rows means choose."""
+    and one at least of each of `kinds`. `edits` are the enabled edit kinds; 0 rows means choose. `complete`: whether an engine
+    that captures faster than the host takes rows over waits, or drops them."""
 
     sites: tuple[Site, ...]
     exact: frozenset[Site] = frozenset()
@@ -26,13 +27,14 @@ class EngineOptions:
     edits: tuple[str, ...] = ("add",)
     max_captured_tokens: int = 0
     max_biased_tokens: int = 0
+    complete: bool = True
 
     def as_json(self) -> dict[str, Any]:
         """Return the form that `additional_config` carries."""
         return {"sites": [list(site) for site in self.sites], "edits": list(self.edits),
                 "max_captured_tokens": self.max_captured_tokens,
                 "max_biased_tokens": self.max_biased_tokens, "exact": sorted(map(list, self.exact)),
-                "kinds": sorted(self.kinds)}
+                "kinds": sorted(self.kinds), "complete": self.complete}
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> EngineOptions | None:
@@ -42,7 +44,7 @@ class EngineOptions:
             return None
         sites, exact = (tuple((str(kind), int(layer)) for kind, layer in raw.get(name, ())) for name in ("sites", "exact"))
         return cls(sites, frozenset(exact), frozenset(map(str, raw.get("kinds", ()))), tuple(raw.get("edits", ("add",))),
-                   int(raw.get("max_captured_tokens", 0)), int(raw.get("max_biased_tokens", 0)))
+                   int(raw.get("max_captured_tokens", 0)), int(raw.get("max_biased_tokens", 0)), bool(raw.get("complete", True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,13 @@ class Sizes:
         return cls(scheduler.max_num_batched_tokens, 2 * scheduler.max_num_seqs, programs, PLANS,
                    min(1 << 17, max(1024, 2 * programs * len(options.sites))) if options.edits else 1, bank, rows,
                    options.max_biased_tokens)
+
+
+    def describe(self, vllm_config: VllmConfig, options: EngineOptions) -> str:
+        """The memory that declared points will take, in words."""
+        row = sum(aligned(width_of(kind, vllm_config)) for kind, _ in options.sites) * vllm_config.model_config.dtype.itemsize
+        return (f"{len(options.sites)} points to tap; captures use an arena of {2 * self.captured_tokens * row / 2**20:.0f} MiB on the "
+                f"device, two steps of {self.captured_tokens} rows (max_captured_tokens=)")
 
 
 def aligned(width: int) -> int:

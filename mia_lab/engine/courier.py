@@ -15,6 +15,8 @@ from .router import Step
 from .tables import Tables
 from .wire import Reduce, Site
 
+_RING_BYTES = 512 << 20
+
 Entry = tuple[int, bool]  # site, before its edits
 Tensor = torch.Tensor
 
@@ -56,19 +58,32 @@ class _Delivery:
 class _Kept:
     """All that arrived for one claim: its rows by plan, and what they were reduced to, in order."""
 
-    whole: dict[int, _Rows] = field(default_factory=dict)
+    whole: dict[int, list[_Rows]] = field(default_factory=dict)
     reduced: list[_Rows] = field(default_factory=list)
+
+    def parts(self) -> list[_Rows]:
+        """All of it, the rows of each plan brought together in one piece of memory."""
+        for plan, found in self.whole.items():
+            if len(found) > 1:
+                self.whole[plan] = [replace(found[0], positions=np.concatenate([rows.positions for rows in found]),
+                                            values=torch.cat([rows.values for rows in found]))]
+        return [*(rows for found in self.whole.values() for rows in found), *self.reduced]
 
 
 class Courier:
-    """Copies each step's part of the arena to the host, and hands out rows by (request, absolute position)."""
+    """Copies each step's part of the arena to the host, and hands out rows by (request, absolute position).
 
-    def __init__(self, tables: Tables, sites: Sequence[Site], claims: Claims) -> None:
+    complete: whether a step waits where the ring has no room; otherwise its rows are dropped, and counted in `dropped`.
+    """
+
+    def __init__(self, tables: Tables, sites: Sequence[Site], claims: Claims, complete: bool = True) -> None:
         self._tables, self._sites, self._claims, self._reducer = tables, list(sites), claims, Reducer(tables)
         self._sent: list[_Delivery] = []  # in order; not yet sorted by claim
         self._kept: dict[int, _Kept] = {}
+        self._complete, self.dropped = complete, 0
         cuda = tables.device.type == "cuda"
-        self._ring = Ring(len(tables.arena), tables.arena.dtype, tables.device) if cuda else None
+        size = min(len(tables.arena), _RING_BYTES // tables.arena.itemsize)
+        self._ring = Ring(size, tables.arena.dtype, tables.device) if cuda else None
         self._left: list[torch.cuda.Event | None] = [None, None]  # per half: when its last copy is done
 
     def before_forward(self, step: Step | None) -> None:
@@ -108,31 +123,37 @@ class Courier:
         self._send(step.half, values.view(-1).view(self._tables.arena.dtype), _Delivery(claim=int(step.claims[run[0]]), rows=named))
 
     def _send(self, half: int, source: Tensor, delivery: _Delivery) -> None:
-        self._sent.append(delivery)
         if self._ring is None:
             delivery.arrive(source)
         else:
-            self._left[half] = self._ring.send(source, delivery.arrive)
+            left = self._ring.send(source, delivery.arrive, self._complete)
+            if left is None:
+                self.dropped += len(delivery.rows.positions if delivery.step is None else delivery.step.positions)
+                return
+            self._left[half] = left
+        self._sent.append(delivery)
+
+    @property
+    def congested(self) -> bool:
+        """Whether requests that capture should wait outside until the host has taken over what is on its way."""
+        return self._ring is not None and self._complete and self._ring.congested
+
+    def wait(self) -> None:
+        """Return once all that was captured is on the host."""
+        if self._ring is not None:
+            self._ring.wait()
 
     def _sort(self) -> None:
         """Give what was sent to its claims, once it has arrived."""
-        if self._ring is not None and self._sent:
-            self._ring.wait()
-        pieces: dict[tuple[int, int], list[_Rows]] = {}
+        self.wait()
         for delivery in self._sent:
             if delivery.step is None:
-                shape = len(delivery.rows.values), -1
-                rows = replace(delivery.rows, values=delivery.values.view(torch.float32).view(shape))
-                self._kept.setdefault(delivery.claim, _Kept()).reduced.append(rows)
+                values = delivery.values.view(torch.float32).view(len(delivery.rows.values), -1)
+                self._kept.setdefault(delivery.claim, _Kept()).reduced.append(replace(delivery.rows, values=values))
             else:
                 for claim, plan, rows in _by_claim(delivery.step, delivery.values):
-                    pieces.setdefault((claim, plan), []).append(rows)
+                    self._kept.setdefault(claim, _Kept()).whole.setdefault(plan, []).append(rows)
         self._sent.clear()
-        for (claim, plan), found in pieces.items():
-            kept = self._kept.setdefault(claim, _Kept())
-            found = [kept.whole[plan], *found] if plan in kept.whole else found
-            kept.whole[plan] = found[0] if len(found) == 1 else replace(
-                found[0], positions=np.concatenate([rows.positions for rows in found]), values=torch.cat([rows.values for rows in found]))
 
     def rows(self, uid: str, site: int, before: bool = False) -> tuple[np.ndarray, Tensor]:
         """Return the positions `[n]`, ascending, and values `[n width]` held for one request at one site.
@@ -145,7 +166,7 @@ class Courier:
         if len(held) > 1:
             raise RuntimeError(f"{len(held)} engine requests share the capture {uid!r}; capture with n=1")
         entry = site, before
-        found = [rows for kept in held for rows in (*kept.whole.values(), *kept.reduced) if entry in rows.cuts]
+        found = [rows for kept in held for rows in kept.parts() if entry in rows.cuts]
         if not found:
             empty = torch.empty(0, self._tables.room[site], dtype=self._tables.arena.dtype)
             return np.empty(0, np.int64), self._typed(empty, site)

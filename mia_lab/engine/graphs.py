@@ -99,7 +99,8 @@ def _free(executables: dict[Sites, ctypes.c_void_p]) -> None:
 class TappedGraph(torch.cuda.CUDAGraph):
     """A captured graph that replays with the taps of the sites in `needed()` and without the others.
 
-    sites: which site an index table's address belongs to. The forward draws no random numbers, so that a replay is a launch.
+    sites: which site an index table's address belongs to. needed: returns one and the same set for as long as it stays the
+    same. The forward draws no random numbers, so that a replay is a launch.
     """
 
     def __new__(cls, sites: dict[int, int], needed: Callable[[], Sites]) -> TappedGraph:
@@ -110,6 +111,8 @@ class TappedGraph(torch.cuda.CUDAGraph):
         super().__init__(keep_graph=True)
         self._site_of, self._needed = sites, needed
         self._whole: Sites | None = None  # every site with a tap in this graph, once that is known
+        self._last: Sites | None = None
+        self._chosen = ctypes.c_void_p()
         self._variants: dict[Sites, ctypes.c_void_p] = {}
         weakref.finalize(self, _free, self._variants).atexit = False
 
@@ -117,15 +120,25 @@ class TappedGraph(torch.cuda.CUDAGraph):
         """Launch the variant that this step needs on the current stream, making it where it is new."""
         if self._whole is None:
             self._whole = frozenset(self._taps(ctypes.c_void_p(self.raw_cuda_graph())))
-        wanted = self._needed() & self._whole
-        if wanted not in self._variants:
-            wanted = wanted if len(self._variants) < _VARIANTS else self._whole
+        if not self._whole:
+            super().replay()
+            return
+        needed = self._needed()
+        if needed is not self._last:
+            self._choose(needed & self._whole)
+            self._last = needed
+        _call("cuGraphLaunch", self._chosen, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+
+    def _choose(self, wanted: Sites) -> None:
+        if wanted not in self._variants and len(self._variants) >= _VARIANTS:
+            wanted = self._whole
         if wanted not in self._variants:
             self._variants[wanted] = self._without(self._whole - wanted)
-        _call("cuGraphLaunch", self._variants[wanted], ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+        self._chosen = self._variants[wanted]
 
     def reset(self) -> None:
         """Free the graph and its variants."""
+        self._whole = self._last = None
         _free(self._variants)
         super().reset()
 

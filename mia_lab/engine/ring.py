@@ -31,10 +31,15 @@ class Ring:
         threading.Thread(target=_empty, args=(self._line,), name="mia-courier", daemon=True).start()
         weakref.finalize(self, self._line.jobs.put, None).atexit = False
 
-    def send(self, source: Tensor, deliver: Callable[[Tensor], None]) -> torch.cuda.Event:
-        """Start copying a flat tensor to the host, and return the event after which its memory may be used again."""
+    def send(self, source: Tensor, deliver: Callable[[Tensor], None], wait: bool = True) -> torch.cuda.Event | None:
+        """Start copying a flat tensor to the host, and return the event after which its memory may be used again.
+
+        Where the ring has no room, wait until it has, or else return None.
+        """
         size = len(source)
         held = size if size <= len(self._buffer) else 0  # what is larger than the ring gets memory of its own
+        if not wait and self._gap(held) is None:
+            return None
         start = self._room(held)
         ready, done = torch.cuda.Event(), torch.cuda.Event(blocking=True)
         ready.record()
@@ -49,6 +54,12 @@ class Ring:
         self._next = start + held
         self._line.jobs.put((done, place, deliver))
         return done
+
+    @property
+    def congested(self) -> bool:
+        """Whether more than half of the ring waits to be emptied."""
+        with self._line.moved:
+            return 2 * sum(stop - start for start, stop in self._line.held) > len(self._buffer)
 
     def wait(self) -> None:
         """Return once all that was sent is delivered."""
@@ -67,10 +78,10 @@ class Ring:
         return self._gap(size)
 
     def _gap(self, size: int) -> int | None:
-        held = self._line.held
-        if not held:
+        with self._line.moved:
+            oldest = self._line.held[0][0] if self._line.held else None
+        if oldest is None:
             return 0
-        oldest = held[0][0]
         if self._next <= oldest:
             return self._next if self._next + size <= oldest else None
         if self._next + size <= len(self._buffer):
@@ -84,7 +95,7 @@ class _Line:
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue = queue.SimpleQueue()
         self.held: deque[tuple[int, int]] = deque()  # [start, stop) of what was sent and is not delivered, the oldest first
-        self.moved = threading.Condition()
+        self.moved = threading.Condition(threading.RLock())
         self.error: BaseException | None = None
 
 

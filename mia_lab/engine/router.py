@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 NEUTRAL = -1
 _END = 1 << 31  # past every position
+_NOWHERE: frozenset[int] = frozenset()
 _STAGES = 4  # pinned staging buffers: more than the steps that can be in flight
 
 
@@ -103,7 +104,7 @@ class Router:
         self._segments: dict[Spec, _Segments] = {}
         self._place: dict[str, int] = {}
         self.gates = Gates(tables)
-        self.needed: frozenset[int] = frozenset()  # the sites at which this step's rows do something
+        self.needed = _NOWHERE  # the sites at which this step's rows do something; one object while it stays the same
         self._strides = np.zeros(tables.sizes.plans, np.int64)  # by plan
         self._stale = False
         self._batch: _Batch | None = None
@@ -196,12 +197,14 @@ class Router:
         table[batch.rows] = np.stack([batch.programs, batch.plans, no_base, position, batch.slots[owner], histories], 1)
         step = self._capture(table, batch, self._numbers[place], position)
         self._send(max(used, self._written))
-        self._batch, self._written, self.needed = batch, used, batch.sites
+        self._batch, self._written = batch, used
+        if self.needed != batch.sites:
+            self.needed = batch.sites
         return step
 
     def neutralise(self) -> None:
         """Make every row neutral; costs nothing when they are."""
-        self._batch, self.needed = None, frozenset()
+        self._batch, self.needed = None, _NOWHERE
         if self._written:
             self._stage()[: self._written] = NEUTRAL
             self._send(self._written)

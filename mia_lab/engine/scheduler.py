@@ -49,11 +49,17 @@ def attach(scheduler: Scheduler, options: EngineOptions) -> None:
         running = [request for request in scheduler.running if request.request_id in capturing]
         names = {request.request_id for request in running}
         largest = max((_rows_ahead(scheduler.requests[name]) for name in capturing - names), default=0)
-        seats = min(len(capturing) - len(running), scheduler.max_num_running_reqs - len(scheduler.running))
-        wanted = sum(map(_rows_ahead, running)) + seats * largest
+        coming = min(len(capturing) - len(running), scheduler.max_num_running_reqs - len(scheduler.running))
+        wanted = sum(map(_rows_ahead, running)) + coming * largest
         room = sizes.captured_tokens // 2 if doubled else sizes.captured_tokens
         scheduler.max_num_scheduled_tokens = full_budget if wanted <= room else max(1, min(full_budget, room))
-        return schedule(*args, **kwargs)
+        seats = scheduler.max_num_running_reqs
+        if getattr(getattr(scheduler.vllm_config, "mia_courier", None), "congested", False):
+            scheduler.max_num_running_reqs = len(scheduler.running)  # nobody new until the host has caught up
+        try:
+            return schedule(*args, **kwargs)
+        finally:
+            scheduler.max_num_running_reqs = seats
 
     scheduler.add_request, scheduler.schedule = add, schedule_within_arena
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import PointError, UnsupportedError
-from . import graphs, heads, taps
+from . import graphs, heads, shared, taps
 from .adapters import adapter_for, without_lora
 from .claims import Claims
 from .config import EngineOptions, Sizes, refuse_unsupported
@@ -31,7 +31,7 @@ def attach(worker: WorkerBase, options: EngineOptions) -> None:
         load_model(*args, **kwargs)
         lab = Lab(worker, options)
         for name in ("describe", "register", "forget", "fetch", "drop", "unembed", "sample_weights", "recover",
-                     "pattern", "experts"):
+                     "pattern", "experts", "settle"):
             setattr(worker, f"mia_{name}", getattr(lab, name))
 
     worker.load_model = load_then_tap
@@ -60,7 +60,9 @@ class Lab:
         # Without this, vLLM would load the compiled graph of the same model without taps.
         config.additional_config[KEY]["fingerprint"] = taps.fingerprint(self._layout.describe(self._sites), self._tables)
         claims = Claims()
-        self._router, self._courier = Router(self._tables, self._sites, claims), Courier(self._tables, self._sites, claims)
+        self._router = Router(self._tables, self._sites, claims)
+        self._courier = Courier(self._tables, self._sites, claims, options.complete)
+        object.__setattr__(config, "mia_courier", self._courier)  # for the scheduler, which is in this process
         self._adapter = adapter_for(runner)
         self._adapter.install(self._router, self._courier)
         graphs.install(runner, self._tables, lambda: self._router.needed)
@@ -99,12 +101,17 @@ class Lab:
                 raise ValueError(f"vector {sha} does not hold what its address says")
             self._tables.register(sha, torch.frombuffer(bytearray(data), dtype=torch.float32).view(rows, -1))
 
-    def fetch(self, uids: Sequence[str], kind: str, layer: int, before: bool = False) -> list[tuple[bytes, bytes]]:
-        """Return per request the int64 positions and the values captured at one point, before its edits or after."""
+    def fetch(self, uids: Sequence[str], kind: str, layer: int, before: bool, here: bool) -> list[tuple[Any, Any]]:
+        """Return per request the positions and the values captured at one point, before its edits or after.
+
+        As tensors, int64 `[n]` and `[n width]`, where the client is `here` in this process. Otherwise as bytes; or, where they
+        are many, the values as the name of a file in memory that the client maps and removes.
+        """
         site = self._sites.index((kind, layer))
         found = [self._courier.rows(uid, site, before) for uid in uids]
-        return [(positions.tobytes(), values.contiguous().view(torch.uint8).numpy().tobytes())
-                for positions, values in found]
+        if here:
+            return [(torch.from_numpy(positions), values) for positions, values in found]
+        return [(positions.tobytes(), shared.put(values)) for positions, values in found]
 
     @torch.inference_mode()
     def pattern(self, uids: Sequence[str], layer: int, at: Sequence[Sequence[int]], scores: bool,
@@ -142,6 +149,11 @@ class Lab:
         site = self._sites.index((kind, layer))
         positions, values = max((self._courier.rows(uid, site, before) for before in (False, True)), key=lambda rows: len(rows[0]))
         return torch.from_numpy(positions), values.view(-1, *self._layout.places[kind, layer].shape)
+
+    def settle(self) -> int:
+        """Wait until all that was captured is on the host; return how many rows were dropped since the engine started."""
+        self._courier.wait()
+        return self._courier.dropped
 
     def forget(self, shas: Sequence[str]) -> None:
         """Let go of vectors that no request uses."""
