@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from . import tap
-from .tap import tap_reference
+from .tap import idle, tap_reference
 
 if tap.triton is not None:
     import triton
@@ -27,8 +27,9 @@ def tap_norm_reference(x: Tensor, residual: Tensor, rows: Tensor, index: Tensor,
 
     Arguments as `tap_reference`; weight `[d]`, to which 1 is added where `shifted` (Gemma). x and residual stay as they are.
     """
-    x = x.clone(memory_format=torch.contiguous_format)
-    tap_reference(x, residual, rows, index, words, numbers, bank, offsets, arena, measures, opens)
+    if not idle(rows[: x.numel() // x.shape[-1]]):
+        x = x.clone(memory_format=torch.contiguous_format)
+        tap_reference(x, residual, rows, index, words, numbers, bank, offsets, arena, measures, opens)
     return rms_norm(x.float() + residual.float(), weight, eps, shifted, x.dtype)
 
 
@@ -36,7 +37,7 @@ def rms_norm(whole: Tensor, weight: Tensor, eps: float, shifted: bool, dtype: to
     """Return the RMS norm of a float32 stream and the stream, both rounded to `dtype` as vLLM's norms round them."""
     normed = whole * torch.rsqrt(whole.square().mean(-1, keepdim=True) + eps)
     normed = normed * (weight.float() + 1.0) if shifted else normed.to(weight.dtype) * weight
-    return normed.to(dtype), whole.to(dtype)
+    return normed.to(dtype, memory_format=torch.contiguous_format), whole.to(dtype, memory_format=torch.contiguous_format)
 
 
 if tap.triton is not None:

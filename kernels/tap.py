@@ -34,6 +34,8 @@ def tap_reference(x: Tensor, residual: Tensor | None, rows: Tensor, index: Tenso
     flat = x.view(-1, d)
     other = None if residual is None else residual.view(-1, d)
     table = rows[: flat.shape[0]]
+    if idle(table):
+        return
     count = torch.where(table[:, P.PROGRAM] >= 0, index[table[:, P.PROGRAM].clamp(min=0).long(), P.COUNT], 0)
     edited = (count > 0).nonzero().flatten()
     _capture(flat, other, table, offsets[:, 0], arena, wide=False)
@@ -44,6 +46,11 @@ def tap_reference(x: Tensor, residual: Tensor | None, rows: Tensor, index: Tenso
         delta = _run(whole, table[edited], edited, first, count[edited], words, numbers, bank[:, :d], measures, opens)
         flat[edited] = (value + delta).to(x.dtype)
     _capture(flat, other, table, offsets[:, 1], arena, wide=False)
+
+
+def idle(table: Tensor) -> bool:
+    """Whether no row does anything. Asked on the CPU only: elsewhere the answer would be waited for."""
+    return not table.is_cuda and int(table[:, : P.PLAN + 1].max()) < 0
 
 
 def _capture(flat: Tensor, other: Tensor | None, table: Tensor, offsets: Tensor, arena: Tensor, wide: bool) -> None:
@@ -325,6 +332,8 @@ def read_reference(x: Tensor, residual: Tensor | None, rows: Tensor, index: Tens
     """
     flat = x.view(-1, x.shape[-1])
     other = None if residual is None else residual.view(flat.shape)
+    if idle(rows[: len(flat)]):
+        return
     for side in (0, 1):
         _capture(flat, other, rows[: len(flat)], offsets[:, side], arena, wide)
 

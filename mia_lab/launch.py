@@ -4,6 +4,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import uuid
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -140,6 +141,22 @@ class Engine:
             raise MiaError(f"the engine gave up on prompt {failed[0]} ({outputs[failed[0]].outputs[0].finish_reason}); see its log")
         return outputs
 
+    def steps(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Iterator[list[tuple[int, RequestOutput]]]:
+        """Run token prompts as one batch and yield, after each engine step, the outputs that it moved on, with whose they are.
+
+        Let go before its end, it leaves no request behind.
+        """
+        self._flush()
+        names, engine = {uuid.uuid4().hex: i for i in range(len(prompts))}, self.llm.llm_engine
+        try:
+            for (name, i), asked in zip(names.items(), params, strict=True):
+                engine.add_request(name, {"prompt_token_ids": prompts[i]}, asked)
+            while engine.has_unfinished_requests():
+                yield [(names[output.request_id], output) for output in engine.step()]
+        except BaseException:
+            self._recover()
+            raise
+
     def register(self, vectors: dict[str, torch.Tensor]) -> None:
         """Make vectors `[n d]` float32 known to the worker under their content addresses."""
         new = {sha: (len(v), v.contiguous().numpy().tobytes()) for sha, v in vectors.items() if sha not in self._known}
@@ -202,13 +219,13 @@ class EngineRows:
         weakref.finalize(self, engine.drop_later, list(uids))
 
     def rows(self, point: Point, prompts: Sequence[int], before: bool = False,
-             form: tuple[tuple[int, ...], torch.dtype] | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+             form: tuple[tuple[int, ...], torch.dtype] | None = None, since: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return per request the positions `[n]` and values `[n *shape]`; MissingRowsError once the session is closed.
 
-        form: the shape and type of one row, where it is not the point's own.
+        form: the shape and type of one row, where it is not the point's own. since: the first position to return.
         """
         here = self._engine.in_process
-        found = self._call("fetch", point, [self._uids[i] for i in prompts], point.kind, point.layer, before, here)
+        found = self._call("fetch", point, [self._uids[i] for i in prompts], point.kind, point.layer, before, here, since)
         shape, dtype = form or (self._engine.shapes[point], self._engine.dtype_of(point.kind))
         flat = found if here else [(take(p, torch.int64), take(v, dtype)) for p, v in found]
         rows = [(positions, values.reshape(-1, *shape)) for positions, values in flat]

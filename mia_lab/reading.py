@@ -27,8 +27,8 @@ def capture(session: Session, prompts: Any, point: str, layers: int | Iterable[i
             reduce: Reduction | Mass | None) -> LazyTensor | tuple[LazyTensor, LazyTensor]:
     """Run prompts and return what `Session.capture` promises."""
     kind, read = kind_of(point), session._read(prompts)
-    asked = _asked(session, kind, layers)
-    at_rows = [_positions(session, read, i, at) for i in range(len(read.ids))]
+    asked = asked_points(session, kind, layers)
+    at_rows = [positions_at(session, read, i, at) for i in range(len(read.ids))]
     axes = () if read.one else (len(read.ids),)
     axes += () if isinstance(layers, int) else (len(asked),)
     if not (isinstance(at, int) and not isinstance(at, bool)) and not isinstance(reduce, Mean):
@@ -51,7 +51,7 @@ def capture(session: Session, prompts: Any, point: str, layers: int | Iterable[i
     return _pair(packed, size // 2, point) if pairs else packed
 
 
-def _positions(session: Session, read: Prompts, i: int, at: Any) -> list[int]:
+def positions_at(session: Session, read: Prompts, i: int, at: Any) -> list[int]:
     """The prompt positions that `at` names in one prompt."""
     n = len(read.ids[i])
     if not isinstance(at, Selector):
@@ -62,7 +62,8 @@ def _positions(session: Session, read: Prompts, i: int, at: Any) -> list[int]:
     return found
 
 
-def _asked(session: Session, kind: str, layers: int | Iterable[int] | None) -> list[Point]:
+def asked_points(session: Session, kind: str, layers: int | Iterable[int] | None) -> list[Point]:
+    """The points of one kind at some layers, by default at all that are tapped; PointError for those that cannot be captured."""
     instead = {"logits": "logits are the first value that run_with_cache returns", ATTENTION: "attention is captured as 'pattern'"}
     if kind in instead:
         raise PointError(instead[kind])

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +29,8 @@ from .submit import Submitter, has_bos, per_prompt
 if TYPE_CHECKING:
     from .analysis.vectors import Vector
     from .point_table import PointTable
+    from .recording import Recording
+    from .watching import Moment
 
 EDIT_KINDS = ("add", "ablate", "clamp", "scale", "replace", "affine", "clampfeature", "attentionbias")
 
@@ -184,6 +188,29 @@ class Session:
 
     # -- steering -----------------------------------------------------------------------------------------------------
 
+    def record(self, prompts: Iterable[Any], folder: str | Path, point: str = "resid_post", *, layers: int | Iterable[int] | None = None,
+               at: Any = None, edits: Any = None, before: bool = False, shard_bytes: int = 1 << 30) -> Recording:
+        """Stream the values at one kind of point, for any number of prompts, into shards of safetensors under `folder`.
+
+        prompts: any iterable, read as it is needed. layers, at, before: as in `capture`; edits: one list for all prompts.
+        Writing goes on beside the engine; what is in memory is two shards of about `shard_bytes`. Called again with the same
+        arguments, after whatever broke it off, it goes on behind the last whole shard. Raises MiaError where the folder holds
+        something else.
+        """
+        from .recording import record
+
+        return record(self, prompts, folder, point, layers, at, edits, before, shard_bytes)
+
+    def watch(self, prompts: Any, point: str = "resid_post", *, layers: int | Iterable[int] | None = None, max_tokens: int = 32,
+              temperature: float = 0.0, seed: int | None = None, edits: Any = None, **sampling: Any) -> Iterator[Moment]:
+        """Generate, and yield each position from the last of the prompt on as soon as its values `[layer *shape]` are here.
+
+        Prompts run as one batch, whose moments come as they are computed. Breaking off the loop ends the generation.
+        """
+        from .watching import watch
+
+        return watch(self, prompts, point, layers, max_tokens, edits, dict(temperature=temperature, seed=seed) | sampling)
+
     @contextmanager
     def steer(self, vector: Vector | torch.Tensor | Edit | Sequence[Edit], coeff: float = 1.0, **add: Any) -> Iterator[None]:
         """Add `coeff` times a vector in everything that runs inside the `with` block. Scopes add up, and end on exceptions.
@@ -224,24 +251,9 @@ class Session:
 
         Each layer is scaled to the mean centred norm there, so that an edit's coefficient 1.0 means one such norm.
         """
-        from .analysis.vectors import Vector, mean_difference, read_pairs
+        from .analysis.vectors import fit
 
-        if method != "mean_diff":
-            raise EditError(f"there is no method {method!r}; the methods are mean_diff")
-        positive, negative = read_pairs(pairs)
-        chosen = select(point, self._points, self.n_layers)
-        rows = self.capture([*positive, *negative], point, at=at).float()
-        one = isinstance(at, int) and not isinstance(at, bool)
-        rows = rows.flatten(2 if one else 3)  # heads side by side
-        if not one:  # [prompt layer pos d]: one row a prompt, the mean over its positions
-            lengths = [len(prompts_.resolve_at(at, len(ids))) for ids in self._read([*positive, *negative]).ids]
-            rows = torch.stack([row[:, :n].mean(1) for row, n in zip(rows, lengths)])
-        raw = mean_difference(rows[: len(positive)], rows[len(positive):])
-        unit = self.unit(point)
-        norms = raw.norm(dim=-1)
-        if not norms.all():
-            raise EditError("positive and negative prompts give equal means; there is no direction between them")
-        return Vector(chosen[0].kind, tuple(p.layer for p in chosen), raw * (unit / norms)[:, None], norms, unit, method)
+        return fit(self, pairs, method, point, at)
 
     def unit(self, point: str = "resid_post") -> torch.Tensor:
         """Return what coefficient 1.0 stands for at each tapped layer of a kind, `[layer]`: the mean centred norm of the
@@ -262,6 +274,27 @@ class Session:
         absent = {Point(kind, layer): reason for kind, layer, reason in self._engine.facts["absent"]}
         row_bytes = lambda p: self._engine.row_bytes((p.kind, p.layer))  # noqa: E731
         return PointTable.of(self.n_layers, self._engine.shapes, row_bytes, self._points, absent)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of the loaded weights: a hash over a sample of each."""
+        return self._engine.rpc("sample_weights")
+
+    @property
+    def dropped(self) -> int:
+        """Captured rows that were dropped since the session opened: 0 unless it delivers with best effort."""
+        return self._engine.rpc("settle")
+
+    def unembed(self, rows: torch.Tensor, normed: bool = False) -> torch.Tensor:
+        """Return float32 logits `[n d_vocab]` of rows `[n d_model]` of the last block's stream, or, where `normed`, of the final
+        norm's output, by the model's own norm and unembedding."""
+        if not self._engine.facts["has_unembedding"]:
+            raise MiaError("this model transforms its hidden states after the final norm, so logits cannot be rebuilt")
+        vocab, found = self._engine.config.model_config.get_vocab_size(), []
+        for part in rows.to(self.dtype).split(max(1, (256 << 20) // (4 * vocab))):
+            data = self._engine.rpc("unembed", part.contiguous().view(torch.uint8).numpy().tobytes(), normed)
+            found.append(torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, vocab))
+        return torch.cat(found)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV, so that the next batch computes every row; MiaError when requests still hold some."""
@@ -315,22 +348,6 @@ class Session:
 
     def _has_bos_rule(self) -> bool:
         return self._has_bos(self.tokenizer.encode("a"))
-
-    @property
-    def dropped(self) -> int:
-        """Captured rows that were dropped since the session opened: 0 unless it delivers with best effort."""
-        return self._engine.rpc("settle")
-
-    def unembed(self, rows: torch.Tensor, normed: bool = False) -> torch.Tensor:
-        """Return float32 logits `[n d_vocab]` of rows `[n d_model]` of the last block's stream, or, where `normed`, of the final
-        norm's output, by the model's own norm and unembedding."""
-        if not self._engine.facts["has_unembedding"]:
-            raise MiaError("this model transforms its hidden states after the final norm, so logits cannot be rebuilt")
-        vocab, found = self._engine.config.model_config.get_vocab_size(), []
-        for part in rows.to(self.dtype).split(max(1, (256 << 20) // (4 * vocab))):
-            data = self._engine.rpc("unembed", part.contiguous().view(torch.uint8).numpy().tobytes(), normed)
-            found.append(torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, vocab))
-        return torch.cat(found)
 
     def _run(self, read: Prompts, edits: Any, params: dict[str, Any],
              takes: Sequence[Sequence[Take]] = (), reduce: Reduce | None = None,

@@ -64,7 +64,7 @@ class Submitter:
         from vllm import SamplingParams
 
         params = dict(params)
-        specs, vectors = self._specs(read, edits, takes, reduce)
+        specs, vectors = self.specs(read, edits, takes, reduce)
         uids = [uuid.uuid4().hex for _ in specs]
         if any(takes) and params.get("n", 1) != 1:
             raise PromptError("a capture follows one continuation a prompt; use n=1 and repeat the prompt")
@@ -89,8 +89,9 @@ class Submitter:
     def _max_len(self) -> int:
         return self._engine.config.model_config.max_model_len
 
-    def _specs(self, read: Prompts, edits: Sequence[Sequence[Edit]],
-               takes: Sequence[Sequence[Take]], reduce: Reduce | None) -> tuple[list[Spec], dict[str, torch.Tensor]]:
+    def specs(self, read: Prompts, edits: Sequence[Sequence[Edit]], takes: Sequence[Sequence[Take]] = (),
+              reduce: Reduce | None = None) -> tuple[list[Spec], dict[str, torch.Tensor]]:
+        """Return what each prompt's request asks of the engine, and the vectors that they name."""
         specs: list[Spec] = []
         vectors: dict[str, torch.Tensor] = {}
         compiled: dict[tuple, Compiled] = {}  # requests that ask the same are compiled once

@@ -33,7 +33,7 @@ def measure_unit(session: Session, point: str) -> torch.Tensor:
     """
     ids = _neutral_ids(session)
     layers = [p.layer for p in select(point, session.tapped, session.n_layers)]
-    name = hashlib.sha256(repr((session._engine.rpc("sample_weights"), str(session.dtype), ids)).encode()).hexdigest()[:32]
+    name = hashlib.sha256(repr((session.fingerprint, str(session.dtype), ids)).encode()).hexdigest()[:32]
     path = cache_dir() / "units" / f"{name}-{point}.safetensors"
     known = load_file(path) if path.exists() else {}
     if not all(str(layer) in known for layer in layers):

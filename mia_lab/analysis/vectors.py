@@ -3,10 +3,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import EditError
+from ..points import select
+from ..prompts import resolve_at
+
+if TYPE_CHECKING:
+    from ..session import Session
 
 PAIR_KEYS = (("positive", "negative"), ("chosen", "rejected"), ("pos", "neg"))
 
@@ -64,6 +70,25 @@ class Vector:
         share = (self.raw_norms / self.unit).tolist()
         return (f"Vector: {self.method} at {self.kind}, {span}, d_model {self.rows.shape[-1]}\n"
                 f"  raw norm is {min(share):.2g} to {max(share):.2g} of the mean centred norm")
+
+
+def fit(session: Session, pairs: Iterable, method: str, point: str, at: Any) -> Vector:
+    """Return what `Session.vector` promises."""
+    if method != "mean_diff":
+        raise EditError(f"there is no method {method!r}; the methods are mean_diff")
+    positive, negative = read_pairs(pairs)
+    chosen = select(point, session.tapped, session.n_layers)
+    rows = session.capture([*positive, *negative], point, at=at).float()
+    one = isinstance(at, int) and not isinstance(at, bool)
+    rows = rows.flatten(2 if one else 3)  # heads side by side
+    if not one:  # [prompt layer pos d]: one row a prompt, the mean over its positions
+        lengths = [len(resolve_at(at, len(ids))) for ids in session._read([*positive, *negative]).ids]
+        rows = torch.stack([row[:, :n].mean(1) for row, n in zip(rows, lengths)])
+    raw = mean_difference(rows[: len(positive)], rows[len(positive):])
+    unit, norms = session.unit(point), raw.norm(dim=-1)
+    if not norms.all():
+        raise EditError("positive and negative prompts give equal means; there is no direction between them")
+    return Vector(chosen[0].kind, tuple(p.layer for p in chosen), raw * (unit / norms)[:, None], norms, unit, method)
 
 
 def read_pairs(pairs: Iterable) -> tuple[list, list]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,10 +13,11 @@ from .claims import Claims
 from .reduce import Reducer
 from .ring import Ring
 from .router import Step
+from .store import Store
 from .tables import Tables
 from .wire import Reduce, Site
 
-_RING_BYTES = 512 << 20
+_RING_BYTES = 1 << 30
 
 Entry = tuple[int, bool]  # site, before its edits
 Tensor = torch.Tensor
@@ -49,9 +51,9 @@ class _Delivery:
     rows: _Rows | None = None
     values: Tensor | None = None
 
-    def arrive(self, values: Tensor) -> None:
-        """Take the values over from the ring."""
-        self.values = values.clone()
+    def arrive(self, store: Store, values: Tensor) -> None:
+        """Take the values over into memory that stays."""
+        self.values = store.take(len(values), values.dtype).copy_(values)
 
 
 @dataclass(slots=True)
@@ -61,8 +63,10 @@ class _Kept:
     whole: dict[int, list[_Rows]] = field(default_factory=dict)
     reduced: list[_Rows] = field(default_factory=list)
 
-    def parts(self) -> list[_Rows]:
-        """All of it, the rows of each plan brought together in one piece of memory."""
+    def parts(self, since: int) -> list[_Rows]:
+        """What holds the positions from `since` on; if that is all, the rows of each plan in one piece of memory."""
+        if since:
+            return [rows for found in (*self.whole.values(), self.reduced) for rows in found if rows.positions.max() >= since]
         for plan, found in self.whole.items():
             if len(found) > 1:
                 self.whole[plan] = [replace(found[0], positions=np.concatenate([rows.positions for rows in found]),
@@ -78,6 +82,7 @@ class Courier:
 
     def __init__(self, tables: Tables, sites: Sequence[Site], claims: Claims, complete: bool = True) -> None:
         self._tables, self._sites, self._claims, self._reducer = tables, list(sites), claims, Reducer(tables)
+        self._store = Store()
         self._sent: list[_Delivery] = []  # in order; not yet sorted by claim
         self._kept: dict[int, _Kept] = {}
         self._complete, self.dropped = complete, 0
@@ -123,10 +128,11 @@ class Courier:
         self._send(step.half, values.view(-1).view(self._tables.arena.dtype), _Delivery(claim=int(step.claims[run[0]]), rows=named))
 
     def _send(self, half: int, source: Tensor, delivery: _Delivery) -> None:
+        arrive = partial(delivery.arrive, self._store)
         if self._ring is None:
-            delivery.arrive(source)
+            arrive(source)
         else:
-            left = self._ring.send(source, delivery.arrive, self._complete)
+            left = self._ring.send(source, arrive, self._complete)
             if left is None:
                 self.dropped += len(delivery.rows.positions if delivery.step is None else delivery.step.positions)
                 return
@@ -155,8 +161,8 @@ class Courier:
                     self._kept.setdefault(claim, _Kept()).whole.setdefault(plan, []).append(rows)
         self._sent.clear()
 
-    def rows(self, uid: str, site: int, before: bool = False) -> tuple[np.ndarray, Tensor]:
-        """Return the positions `[n]`, ascending, and values `[n width]` held for one request at one site.
+    def rows(self, uid: str, site: int, before: bool = False, since: int = 0) -> tuple[np.ndarray, Tensor]:
+        """Return the positions `[n]`, ascending, and values `[n width]` held for one request at one site, from `since` on.
 
         A position that was computed twice (after a preemption) appears once, with its latest value. Where rows were
         summed for a mean there is one row of values for all positions.
@@ -166,7 +172,7 @@ class Courier:
         if len(held) > 1:
             raise RuntimeError(f"{len(held)} engine requests share the capture {uid!r}; capture with n=1")
         entry = site, before
-        found = [rows for kept in held for rows in kept.parts() if entry in rows.cuts]
+        found = [rows for kept in held for rows in kept.parts(since) if entry in rows.cuts]
         if not found:
             empty = torch.empty(0, self._tables.room[site], dtype=self._tables.arena.dtype)
             return np.empty(0, np.int64), self._typed(empty, site)
@@ -174,6 +180,9 @@ class Courier:
             return _summed(found, entry)
         positions = np.concatenate([rows.positions for rows in found])
         values = torch.cat([rows.cut(entry) for rows in found]) if len(found) > 1 else found[0].cut(entry)
+        if since and not (positions >= since).all():
+            late = positions >= since
+            positions, values = positions[late], values[torch.from_numpy(late)]
         if (np.diff(positions) <= 0).any():
             order = len(positions) - 1 - np.unique(positions[::-1], return_index=True)[1]
             positions, values = positions[order], values[torch.from_numpy(order)]

@@ -101,14 +101,15 @@ class Lab:
                 raise ValueError(f"vector {sha} does not hold what its address says")
             self._tables.register(sha, torch.frombuffer(bytearray(data), dtype=torch.float32).view(rows, -1))
 
-    def fetch(self, uids: Sequence[str], kind: str, layer: int, before: bool, here: bool) -> list[tuple[Any, Any]]:
-        """Return per request the positions and the values captured at one point, before its edits or after.
+    def fetch(self, uids: Sequence[str], kind: str, layer: int, before: bool, here: bool,
+              since: int = 0) -> list[tuple[Any, Any]]:
+        """Return per request the positions, from `since` on, and the values captured at one point, before its edits or after.
 
         As tensors, int64 `[n]` and `[n width]`, where the client is `here` in this process. Otherwise as bytes; or, where they
         are many, the values as the name of a file in memory that the client maps and removes.
         """
         site = self._sites.index((kind, layer))
-        found = [self._courier.rows(uid, site, before) for uid in uids]
+        found = [self._courier.rows(uid, site, before, since) for uid in uids]
         if here:
             return [(torch.from_numpy(positions), values) for positions, values in found]
         return [(positions.tobytes(), shared.put(values)) for positions, values in found]

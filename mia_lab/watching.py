@@ -1,0 +1,55 @@
+"""Watching: the rows of a generation while it goes on."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .engine.wire import Take
+from .errors import MissingRowsError, PointError
+from .launch import EngineRows
+from .points import DERIVED, kind_of
+from .reading import asked_points
+from .submit import per_prompt
+
+if TYPE_CHECKING:
+    from .session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One position of one prompt, as it was computed: its token, the token that it led to, and its values `[layer *shape]`."""
+
+    prompt: int
+    position: int
+    token: int
+    next_token: int
+    rows: torch.Tensor
+
+
+def watch(session: Session, prompts: Any, point: str, layers: int | Iterable[int] | None, max_tokens: int, edits: Any,
+          sampling: dict[str, Any]) -> Iterator[Moment]:
+    """Yield what `Session.watch` promises."""
+    kind, read = kind_of(point), session._read(prompts)
+    if kind in DERIVED:
+        raise PointError(f"{kind} is rebuilt once all its rows are there; watch {' or '.join(DERIVED[kind])}")
+    asked = asked_points(session, kind, layers)
+    starts = [len(ids) - 1 for ids in read.ids]
+    takes = [[Take(p.kind, p.layer, ((start, None),)) for p in asked] for start in starts]
+    edits = session._scoped(per_prompt(edits, len(read.ids)))
+    params, uids = session._submit.prepare(read, edits, {"max_tokens": max_tokens} | sampling, takes)
+    source = EngineRows(session._engine, uids)
+    for i, output in chain.from_iterable(session._engine.steps(read.ids, params)):
+        tokens = [*read.ids[i], *output.outputs[0].token_ids]
+        ready = range(starts[i], len(tokens) - 1)
+        if not ready:
+            continue
+        found = [source.rows(p, [i], since=starts[i])[0] for p in asked]
+        if any(positions[: len(ready)].tolist() != list(ready) for positions, _ in found):
+            raise MissingRowsError(f"prompt {i} went on to position {len(tokens) - 1} without its rows")
+        for k, position in enumerate(ready):
+            yield Moment(i, position, tokens[position], tokens[position + 1], torch.stack([values[k] for _, values in found]))
+        starts[i] = len(tokens) - 1
