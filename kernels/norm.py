@@ -76,7 +76,7 @@ def tap_norm_cuda(x: Tensor, residual: Tensor, rows: Tensor, index: Tensor, word
     mia_tap_norm[(flat.shape[0],)](
         flat, other, rows, index, words, numbers, bank, offsets, arena, measures, opens, weight, normed, whole, eps, d, bank.stride(0),
         flat.stride(0), other.stride(0), GATES=measures.shape[1], SHIFTED=shifted, BLOCK=block,
-        **tap.launch(block))
+        **tap.launch(block, len(flat)))
     return normed, whole
 
 

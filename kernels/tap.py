@@ -293,13 +293,14 @@ if triton is not None:
         capture(arena, after, value + other, cols, mask, RATIO)
 
 
+_FEW = 16
 _EARLY = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def launch(block: int) -> dict[str, int | bool]:
+def launch(block: int, rows: int) -> dict[str, int | bool]:
     """How a kernel of one program a row is launched. From Hopper on it starts while the kernel before it still runs, and
-    waits for that one only when it has read its tables."""
-    return dict(EARLY=_EARLY, launch_pdl=_EARLY, num_warps=min(16, max(1, block // 256)))
+    waits for that one only when it is on the chip. Few rows are a matter of latency, for which fewer warps are better."""
+    return dict(EARLY=_EARLY, launch_pdl=_EARLY, num_warps=min(8 if rows <= _FEW else 16, max(1, block // 256)))
 
 
 def _launch(edits: bool, wide: bool, x: Tensor, residual: Tensor | None, rows: Tensor, index: Tensor, words: Tensor, numbers: Tensor,
@@ -311,7 +312,7 @@ def _launch(edits: bool, wide: bool, x: Tensor, residual: Tensor | None, rows: T
     mia_tap[(flat.shape[0],)](
         flat, other, rows, index, words, numbers, bank, offsets, arena.view(torch.float32) if wide else arena,
         measures, opens, d, bank.stride(0), flat.stride(0), other.stride(0), HAS_RESIDUAL=residual is not None, EDITS=edits,
-        GATES=measures.shape[1], RATIO=4 // arena.element_size() if wide else 1, BLOCK=block, **launch(block))
+        GATES=measures.shape[1], RATIO=4 // arena.element_size() if wide else 1, BLOCK=block, **launch(block, len(flat)))
 
 
 def tap_cuda(*args: Tensor | None) -> None:

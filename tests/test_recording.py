@@ -88,7 +88,7 @@ def test_a_complete_recording_runs_nothing_again(session: mia.Session, tmp_path:
     assert session.record(PROMPTS[:8], tmp_path, layers=0).complete
 
 
-@pytest.mark.parametrize("change", [dict(prompts=["other"] + PROMPTS[1:8]), dict(at=-1), dict(edits=[mia.Scale(0.5, layers=[1])]),
+@pytest.mark.parametrize("change", [dict(prompts=["other", *PROMPTS[1:8]]), dict(at=-1), dict(edits=[mia.Scale(0.5, layers=[1])]),
                                     dict(layers=1), dict(point="mlp_out"), dict(before=True)])
 def test_other_work_is_not_mixed_into_a_recording(session: mia.Session, tmp_path: Path, change: dict[str, Any]) -> None:
     asked = dict(prompts=PROMPTS[:8], layers=0)
