@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 
 from . import tap
-from .tap import idle, tap_reference
+from .tap import tap_reference
 
 if tap.triton is not None:
     import triton
     import triton.language as tl
 
-    from .tap import apply, capture, prologue
+    from .terms import apply, capture, prologue
 
 Tensor = torch.Tensor
 
@@ -27,7 +27,7 @@ def tap_norm_reference(x: Tensor, residual: Tensor, rows: Tensor, index: Tensor,
 
     Arguments as `tap_reference`; weight `[d]`, to which 1 is added where `shifted` (Gemma). x and residual stay as they are.
     """
-    if not idle(rows[: x.numel() // x.shape[-1]]):
+    if not tap.sleeps(index):
         x = x.clone(memory_format=torch.contiguous_format)
         tap_reference(x, residual, rows, index, words, numbers, bank, offsets, arena, measures, opens)
     return rms_norm(x.float() + residual.float(), weight, eps, shifted, x.dtype)

@@ -128,7 +128,7 @@ class Engine:
 
     def run(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], lora: Any = None) -> list[RequestOutput]:
         """Run token prompts as one continuous batch, with a LoRA or without. Whatever interrupts it, no request is left."""
-        self._flush()
+        self.let_go()
         try:
             outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], list(params), use_tqdm=False,
                                         lora_request=lora)
@@ -146,7 +146,7 @@ class Engine:
 
         Let go before its end, it leaves no request behind.
         """
-        self._flush()
+        self.let_go()
         names, engine = {uuid.uuid4().hex: i for i in range(len(prompts))}, self.llm.llm_engine
         try:
             for (name, i), asked in zip(names.items(), params, strict=True):
@@ -176,7 +176,8 @@ class Engine:
         """Let go of requests' rows at the next call: a finaliser may run while the engine is busy."""
         self._dropped += uids
 
-    def _flush(self) -> None:
+    def let_go(self) -> None:
+        """Drop the rows that nobody holds any more."""
         if self._dropped:
             uids, self._dropped = self._dropped, []
             self.rpc("drop", uids)

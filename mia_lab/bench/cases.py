@@ -1,8 +1,9 @@
 """What is timed, and the proof that it happened: each case checks the tokens or the rows of the very runs that are timed."""
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from ..launch import EngineRows
 from ..points import Point
 from ..prompts import Prompts
 from ..session import Session
+from ..submit import per_prompt
+from .drive import Run, drive
 
 _FAR = 300.0  # times the stream's length: so far along a direction that only it decides the next token
 _CHOICE = 8  # directions drawn for each that is taken, those that leave the least doubt about the token
@@ -40,12 +43,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A way to run the work with taps. `run` is timed and returns what `prove` then looks at; that gives the bytes of rows
-    that were delivered, or raises ProofError."""
+    """A way to run the work with taps. `run` returns its times and where its rows are; `prove`, given both, the bytes of rows
+    that were delivered, or ProofError."""
 
     name: str
-    run: Callable[[list[list[int]]], Any]
-    prove: Callable[[Any], int]
+    run: Callable[[list[list[int]]], tuple[Run, EngineRows]]
+    prove: Callable[[Run, EngineRows], int]
 
 
 class Steering:
@@ -80,7 +83,7 @@ def cases(session: Session, work: Work) -> list[Case]:
     every = [Point("resid_post", layer) for layer in range(session.n_layers)]
     one = steering.tokens[:1] * work.batch
     return [
-        Case("idle", lambda prompts: session._run(Prompts.of(prompts), None, work.sampling), lambda result: 0),
+        Case("idle", lambda prompts: _run(session, work, prompts), lambda run, source: 0),
         _steered("steer one layer", session, work, [steering.one(0)] * work.batch, one),
         _steered("steer every layer", session, work, [steering.every_layer()] * work.batch, one),
         _steered("another edit in each request", session, work, [steering.one(i) for i in everyone], steering.tokens),
@@ -92,38 +95,46 @@ def cases(session: Session, work: Work) -> list[Case]:
     ]
 
 
+def _run(session: Session, work: Work, prompts: list[list[int]], edits: Any = None,
+         takes: Sequence[Sequence[Take]] = ()) -> tuple[Run, EngineRows]:
+    """Run the work; its clock starts with the edits still to be compiled, and stops when all rows are on the host."""
+    began = time.perf_counter()
+    params, uids = session._submit.prepare(Prompts.of(prompts), per_prompt(edits, len(prompts)), work.sampling, takes)
+    source = EngineRows(session._engine, uids)
+    session._engine.let_go()
+    run = drive(session._engine.llm, prompts, params, began)
+    if takes:
+        source.wait()
+        run = replace(run, seconds=time.perf_counter() - began)
+    return run, source
+
+
 def _steered(name: str, session: Session, work: Work, edits: Sequence[Sequence[Edit]], tokens: Sequence[int]) -> Case:
-    def prove(result: tuple[list, EngineRows]) -> int:
-        for i, (output, token) in enumerate(zip(result[0], tokens, strict=True)):
+    def prove(run: Run, source: EngineRows) -> int:
+        for i, (output, token) in enumerate(zip(run.outputs, tokens, strict=True)):
             said = list(output.outputs[0].token_ids)
             if said != [token] * work.tokens_out:
                 raise ProofError(f"{name}: request {i} was steered towards token {token} and said {said[:8]}")
         return 0
 
-    return Case(name, lambda prompts: session._run(Prompts.of(prompts), edits, work.sampling), prove)
+    return Case(name, lambda prompts: _run(session, work, prompts, edits), prove)
 
 
 def _captured(name: str, session: Session, work: Work, asked: Sequence[Point], every: bool) -> Case:
     span = (0, None) if every else (work.tokens_in - 1, work.tokens_in)
+    takes = [[Take(p.kind, p.layer, (span,)) for p in asked]] * work.batch
 
-    def run(prompts: list[list[int]]) -> tuple[list, EngineRows]:
-        takes = [[Take(p.kind, p.layer, (span,)) for p in asked] for _ in prompts]
-        outputs, source = session._run(Prompts.of(prompts), None, work.sampling, takes)
-        source.wait()
-        return outputs, source
-
-    def prove(result: tuple[list, EngineRows]) -> int:
-        outputs, source = result
+    def prove(run: Run, source: EngineRows) -> int:
         positions = range(work.tokens_in + work.tokens_out - 1) if every else [work.tokens_in - 1]
         for request in {0, work.batch - 1}:
             found, rows = source.rows(asked[-1], [request])[0]
             if found.tolist() != list(positions) or not rows.isfinite().all():
                 raise ProofError(f"{name}: request {request} gave rows {found.tolist()[:8]} for positions {positions}")
-            said = outputs[request].outputs[0].token_ids[: len(found)]
+            said = run.outputs[request].outputs[0].token_ids[: len(found)]
             _lead_to(session.unembed(rows[-len(said):]), said, name)
         return work.batch * len(positions) * sum(session._engine.row_bytes((p.kind, p.layer)) for p in asked)
 
-    return Case(name, run, prove)
+    return Case(name, lambda prompts: _run(session, work, prompts, takes=takes), prove)
 
 
 def _undelivered(session: Session, work: Work) -> list[Case]:
@@ -132,23 +143,23 @@ def _undelivered(session: Session, work: Work) -> list[Case]:
     if kinds == {"resid_post"}:
         return []
     courier = session._engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.mia_fetch.__self__._courier
+    takes = [[Take(p.kind, p.layer, ((0, None),)) for p in session.tapped]] * work.batch
+    taken: list[int] = []
 
-    def run(prompts: list[list[int]]) -> tuple[list, EngineRows]:
-        takes = [[Take(p.kind, p.layer, ((0, None),)) for p in session.tapped] for _ in prompts]
+    def run(prompts: list[list[int]]) -> tuple[Run, EngineRows]:
         deliver, courier.after_forward = courier.after_forward, lambda step: taken.append(len(step.claims))
         try:
-            return session._run(Prompts.of(prompts), None, work.sampling, takes)
+            return _run(session, work, prompts, takes=takes)
         finally:
             courier.after_forward = deliver
 
-    def prove(result: tuple[list, EngineRows]) -> int:
+    def prove(run: Run, source: EngineRows) -> int:
         rows, expected = sum(taken), work.batch * (work.tokens_in + work.tokens_out - 1)
         taken.clear()
         if rows != expected or not courier._tables.arena.isfinite().all() or not courier._tables.arena.any():
             raise ProofError(f"{rows} rows of {expected} were copied into the arena")
         return 0
 
-    taken: list[int] = []
     return [Case(f"capture every token, {len(kinds)} kinds of point, on the device", run, prove)]
 
 

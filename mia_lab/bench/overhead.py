@@ -6,24 +6,20 @@ case's time to that of the native run next to it. A run is timed only once its e
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..launch import bare_engine, close_engine
 from ..session import Session
 from .cases import Case, Work, cases
+from .drive import METRICS, Run, drive
 from .profile import Account, decode_step
 from .shapes import SHAPES, write
-
-METRICS = ("tpot_ms", "ttft_ms", "seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +43,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One case at one kind of work: time per output token, time to the first, and whole runs, beside native ones.
+    """One case at one kind of work beside native: the median decode step, time per output token and to the first, whole runs.
 
     delivered: bytes of rows a run brought to the host. gpu: a decode step's time on the GPU, where a profile was taken.
     """
@@ -56,6 +52,7 @@ class Row:
     case: str
     work: Work
     rounds: int
+    step_ms: Figure
     tpot_ms: Figure
     ttft_ms: Figure
     seconds: Figure
@@ -79,10 +76,6 @@ class Facts:
     arena_rows: int
 
 
-Prompt = list[int]
-Timed = tuple[float, float, float]
-
-
 @dataclass(slots=True)
 class Pair:
     """The same model twice in this process: without taps, and with."""
@@ -99,7 +92,7 @@ class Pair:
         layers: how many of a shape's blocks to keep. session: arguments for the tapped engine alone.
         """
         engine = dict(max_model_len=max(w.tokens_in + w.tokens_out for w in work) + 8, max_num_seqs=max(w.batch for w in work),
-                      enable_prefix_caching=False, disable_log_stats=False, gpu_memory_utilization=0.45) | engine
+                      enable_prefix_caching=False, gpu_memory_utilization=0.45) | engine
         with tempfile.TemporaryDirectory() as folder:
             path, name = model, model
             if model in SHAPES:
@@ -122,42 +115,30 @@ class Pair:
                  * model.get_head_size() * self.session.dtype.itemsize)
         return Facts(self.name, found["table_bytes"], found["arena_bytes"], found["table_bytes"] // token, found["captured_tokens"])
 
-    def run_native(self, prompts: list[Prompt], work: Work) -> list:
-        """Run the work without taps and return vLLM's outputs."""
+    def run_native(self, prompts: list[list[int]], work: Work) -> Run:
+        """Run the work without taps."""
         from vllm import SamplingParams
 
-        asked = SamplingParams(**work.sampling)
-        return self.native.generate([{"prompt_token_ids": p} for p in prompts], asked, use_tqdm=False)
+        return drive(self.native, prompts, [SamplingParams(**work.sampling)] * len(prompts))
 
     def measure(self, work: Work, rounds: int, only: Sequence[str] = (), profiled: Sequence[str] = ()) -> Iterator[Row]:
         """Yield a Row for each case, or for those whose names are in `only`; `profiled` names those of which a profile is taken."""
         chosen = [case for case in cases(self.session, work) if not only or case.name in only]
-        pairs: dict[str, list[tuple[Timed, Timed]]] = {case.name: [] for case in chosen}
+        pairs: dict[str, list[tuple[Run, Run]]] = {case.name: [] for case in chosen}
         delivered: dict[str, int] = {}
         for turn in range(-1, rounds):  # the first one warms up
             prompts = work.prompts(self.vocab, turn + 1)
-            order = chosen if turn % 2 else chosen[::-1]
-            for k, case in enumerate(order):
+            for k, case in enumerate(chosen if turn % 2 else chosen[::-1]):
                 if k % 2 == 0:
-                    native = self._timed(partial(self.run_native, prompts, work), lambda outputs: outputs, work)[0]
-                took, result = self._timed(partial(case.run, prompts), lambda found: found[0], work)
-                delivered[case.name] = case.prove(result)
+                    native = self.run_native(prompts, work)
+                run, source = case.run(prompts)
+                delivered[case.name] = case.prove(run, source)
                 if turn >= 0:
-                    pairs[case.name].append((native, took))
+                    pairs[case.name].append((replace(native, outputs=[]), replace(run, outputs=[])))
         for case in chosen:
-            figures = {name: Figure.of([(n[i], c[i]) for n, c in pairs[case.name]]) for i, name in enumerate(METRICS)}
+            figures = {name: Figure.of([(getattr(n, name), getattr(c, name)) for n, c in pairs[case.name]]) for name in METRICS}
             account = self._profile(case, work) if case.name in profiled else None
             yield Row(self.name, case.name, work, rounds, **figures, delivered=delivered[case.name], gpu=account)
-
-    def _timed(self, run: Callable[[], Any], outputs_of: Callable[[Any], list], work: Work) -> tuple[Timed, Any]:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        result = run()
-        seconds = time.perf_counter() - start
-        stats = [output.metrics for output in outputs_of(result)]
-        tpot = np.mean([(s.last_token_ts - s.first_token_ts) / (work.tokens_out - 1) for s in stats])
-        return (1e3 * float(tpot), 1e3 * float(np.mean([s.first_token_latency for s in stats])), seconds), result
 
     def _profile(self, case: Case, work: Work) -> Account:
         def tapped(work: Work) -> None:

@@ -20,12 +20,12 @@ def cells(row: Row) -> tuple[str, ...]:
     """One line of the card."""
     delivered = f"{human_bytes(row.delivered)}, {human_bytes(int(row.bandwidth))}/s" if row.delivered else ""
     gpu = "" if row.gpu is None else f"{row.gpu.native[0]:.3f} -> {row.gpu.case[0]:.3f}"
-    return (str(row.work.batch), f"{row.work.tokens_in}+{row.work.tokens_out}", row.case, f"{row.tpot_ms.native:.3f}", percent(row.tpot_ms),
-            percent(row.ttft_ms), percent(row.seconds), delivered, gpu)
+    return (str(row.work.batch), f"{row.work.tokens_in}+{row.work.tokens_out}", row.case, f"{row.step_ms.native:.3f}", percent(row.step_ms),
+            percent(row.tpot_ms), percent(row.ttft_ms), percent(row.seconds), delivered, gpu)
 
 
-HEADER = ("batch", "tokens", "case", "native ms/token", "time per token, %", "time to first token, %", "whole run, %", "delivered",
-          "GPU ms a step")
+HEADER = ("batch", "tokens", "case", "native ms a step", "step, %", "time per token, %", "time to first token, %", "whole run, %",
+          "delivered", "GPU ms a step")
 
 
 def text(rows: Sequence[Row]) -> str:

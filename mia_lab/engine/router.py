@@ -105,6 +105,7 @@ class Router:
         self._place: dict[str, int] = {}
         self.gates = Gates(tables)
         self.needed = _NOWHERE  # the sites at which this step's rows do something; one object while it stays the same
+        self._serving = self._told = False
         self._strides = np.zeros(tables.sizes.plans, np.int64)  # by plan
         self._stale = False
         self._batch: _Batch | None = None
@@ -118,6 +119,7 @@ class Router:
 
     def admit(self, scheduler_output: SchedulerOutput) -> None:
         """Follow the scheduler: forget finished requests, take in new ones. A resumed request is already known."""
+        self._serving = True  # what ran before warmed the kernels up, for which they must be launched
         for req_id in scheduler_output.finished_req_ids:
             self._release(req_id)
         for new in scheduler_output.scheduled_new_reqs:
@@ -198,17 +200,23 @@ class Router:
         step = self._capture(table, batch, self._numbers[place], position)
         self._send(max(used, self._written))
         self._batch, self._written = batch, used
-        if self.needed != batch.sites:
-            self.needed = batch.sites
+        self._need(batch.sites)
         return step
 
     def neutralise(self) -> None:
         """Make every row neutral; costs nothing when they are."""
-        self._batch, self.needed = None, _NOWHERE
+        self._batch = None
+        self._need(_NOWHERE)
         if self._written:
             self._stage()[: self._written] = NEUTRAL
             self._send(self._written)
             self._written = 0
+
+    def _need(self, sites: frozenset[int]) -> None:
+        if sites != self.needed or not self._told:
+            self.needed, self._told = sites, self._serving
+            if self._serving:
+                self._tables.keep_awake(sites)
 
     def recover(self) -> None:
         """After a step that was broken off: take no row for granted, so that the next step writes them all."""

@@ -1,4 +1,8 @@
-"""Host memory for delivered rows, kept for the next ones: a page that was touched once costs nothing the second time."""
+"""Host memory for delivered rows, kept for the next ones.
+
+A page costs far more when it is touched for the first time than a copy into it does: 0.4 to 3 GB/s against 15 were seen
+in virtual machines, huge pages being slower still. So memory that is let go stays, up to a share of the machine's.
+"""
 from __future__ import annotations
 
 import mmap
@@ -6,10 +10,11 @@ import threading
 import weakref
 
 import numpy as np
+import psutil
 import torch
 
 _SLAB_BYTES = 64 << 20
-_KEPT_BYTES = 4 << 30  # of memory that nobody uses, at most
+_KEPT_BYTES = psutil.virtual_memory().total // 4  # of memory that nobody uses, at most
 _ALIGNED = 64
 
 
@@ -42,7 +47,7 @@ class Store:
             self._leave(self._slab)
         fitting = [i for i, slab in enumerate(self._free) if len(slab) >= wanted]
         smallest = min(fitting, key=lambda i: len(self._free[i]), default=None)
-        self._slab = _new(max(wanted, _SLAB_BYTES)) if smallest is None else self._free.pop(smallest)
+        self._slab = np.frombuffer(mmap.mmap(-1, max(wanted, _SLAB_BYTES)), np.uint8) if smallest is None else self._free.pop(smallest)
         self._users[id(self._slab)] = 1
         self._next = 0
 
@@ -53,10 +58,3 @@ class Store:
                 del self._users[id(slab)]
                 if sum(map(len, self._free)) + len(slab) <= _KEPT_BYTES:
                     self._free.append(slab)
-
-
-def _new(size: int) -> np.ndarray:
-    memory = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)

@@ -1,7 +1,8 @@
 """The fixed-address tables that the taps read, and the host's book of who uses which entry."""
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import weakref
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from mia_lab.kernels import program as P
+from mia_lab.kernels.tap import asleep
 
 from ..errors import UnsupportedError
 from .config import Sizes, aligned
@@ -132,6 +134,8 @@ class Tables:
         self._plans: Shelf[Plan] = Shelf(sizes.plans, "capture plans")
         self._bank: Shelf[str] = Shelf(self.bank_rows, "vector places")
         self.history: Shelf[str] = Shelf(sizes.biased_tokens, "places for keys and values under a bias")
+        self._addresses = [self.index[site].data_ptr() for site in range(n)]
+        weakref.finalize(self, asleep.difference_update, self._addresses)  # other tensors may come to lie there
         self.vectors: dict[str, torch.Tensor] = {}
         self.extra_bytes = 0  # held beside the tables, on layers under a bias
         self.plans: dict[int, PlanLayout] = {}
@@ -148,6 +152,11 @@ class Tables:
         """The tensors that one site's tap reads, in the operator's order."""
         return (self.rows, self.index[site], self.words, self.numbers, self.bank, self.offsets[site], self.arena, self.measures,
                 self.opens)
+
+    def keep_awake(self, sites: Collection[int]) -> None:
+        """From the next forward on, leave out the taps of all other sites."""
+        asleep.update(self._addresses)
+        asleep.difference_update(self._addresses[site] for site in sites)
 
     def register(self, sha: str, vectors: torch.Tensor) -> None:
         """Hold vectors `[n d]` float32 on the host, from where programs bring them into the bank."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mia_lab.kernels import norm, tap
+from mia_lab.kernels import tap
 from mia_lab.kernels.bias import bias_
 from mia_lab.kernels.norm import tap_norm
 from mia_lab.kernels.tap import read_, tap_
@@ -184,5 +184,6 @@ def attach_biased(module: nn.Module, tables: Tables, site: int, at: int) -> None
 
 def fingerprint(places: str, tables: Tables) -> str:
     """Identity of the compiled taps, for vLLM's compile-cache key: sources, places and table shapes."""
-    text = [*(Path(file).read_text() for file in (tap.__file__, norm.__file__, __file__)), places, repr((tables.sizes, tables.widths))]
+    kernels = (Path(tap.__file__).with_name(f"{name}.py") for name in ("program", "terms", "tap", "norm"))
+    text = [*(file.read_text() for file in (*kernels, Path(__file__))), places, repr((tables.sizes, tables.widths))]
     return hashlib.sha256("\0".join(text).encode()).hexdigest()[:32]

@@ -148,6 +148,17 @@ def test_a_batch_with_nothing_to_do_changes_nothing(body: Callable) -> None:
     assert all(same(getattr(found, name), getattr(before, name)) for name in ("x", "arena", "measures"))
 
 
+@pytest.mark.parametrize("body", BODIES)
+def test_one_plain_addition_does_what_its_term_says(body: Callable) -> None:
+    before = make(64)
+    before.rows[:ROWS, P.PROGRAM] = torch.tensor([ADDITION, -1]).repeat(ROWS // 2)
+    found, general = applied(body, before), before.copy()
+    general.index[ADDITION, P.PLAIN] = -1
+    expected = applied(tap_reference, general)
+    torch.testing.assert_close(found.x, expected.x, rtol=1e-6, atol=1e-6)
+    assert before.index[ADDITION, P.PLAIN] >= 0 and not same(found.x, before.x)
+
+
 def test_a_capture_reads_before_and_after_the_edit_and_includes_the_pending_half() -> None:
     case = make()
     case.rows.fill_(-1)
