@@ -21,7 +21,7 @@ class RowSource(Protocol):
 
     def pattern(self, point: Point, prompts: Sequence[int], at: Sequence[Sequence[int]]) -> list[torch.Tensor]: ...
 
-    def experts(self, point: Point, prompts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]: ...
+    def experts(self, point: Point, prompts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +119,13 @@ class ActivationCache:
         if point not in self._points or self._source is None:
             raise undeclared(str(point), self._points)
         found = self._source.experts(point, range(len(self.n_prompt)))
-        k = found[0][0].shape[1]
+        k = found[0][1].shape[1]
         weights = torch.full((*self.mask.shape, k), float("nan"))
         ids = torch.full(weights.shape, -1)
-        for i, (n, (w, e)) in enumerate(zip(self._batch.n_positions, found)):
-            weights[i, :n], ids[i, :n] = w[:n], e[:n]
+        for i, (n, (at, w, e)) in enumerate(zip(self._batch.n_positions, found)):
+            if at[at < n].tolist() != list(range(n)):
+                raise MissingRowsError(f"{point} of prompt {i} lacks some of its {n} positions")
+            weights[i, :n], ids[i, :n] = w[at < n], e[at < n]
         return weights, ids
 
     def keys(self) -> list[str]:

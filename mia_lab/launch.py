@@ -7,7 +7,7 @@ import os
 import uuid
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -128,17 +128,14 @@ class Engine:
 
     def run(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], lora: Any = None) -> list[RequestOutput]:
         """Run token prompts as one continuous batch, with a LoRA or without. Whatever interrupts it, no request is left."""
-        self.let_go()
+        self._begin()
         try:
             outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], list(params), use_tqdm=False,
                                         lora_request=lora)
         except BaseException:
             self._recover()
             raise
-        failed = [i for i, output in enumerate(outputs) if output.outputs[0].finish_reason in ("error", "abort")]
-        if failed:
-            self._recover()
-            raise MiaError(f"the engine gave up on prompt {failed[0]} ({outputs[failed[0]].outputs[0].finish_reason}); see its log")
+        self._check(enumerate(outputs))
         return outputs
 
     def steps(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Iterator[list[tuple[int, RequestOutput]]]:
@@ -146,16 +143,30 @@ class Engine:
 
         Let go before its end, it leaves no request behind.
         """
-        self.let_go()
+        self._begin()
         names, engine = {uuid.uuid4().hex: i for i in range(len(prompts))}, self.llm.llm_engine
         try:
             for (name, i), asked in zip(names.items(), params, strict=True):
                 engine.add_request(name, {"prompt_token_ids": prompts[i]}, asked)
             while engine.has_unfinished_requests():
-                yield [(names[output.request_id], output) for output in engine.step()]
+                moved = [(names[output.request_id], output) for output in engine.step()]
+                self._check(moved)
+                yield moved
         except BaseException:
             self._recover()
             raise
+
+    def _begin(self) -> None:
+        if self.llm.llm_engine.has_unfinished_requests():
+            raise MiaError("this session is in the midst of a generation that is being watched; go through it to its end, or close() it")
+        self.let_go()
+
+    def _check(self, outputs: Iterable[tuple[int, RequestOutput]]) -> None:
+        """MiaError where the engine gave up on a request."""
+        for i, output in outputs:
+            if output.outputs[0].finish_reason in ("error", "abort"):
+                self._recover()
+                raise MiaError(f"the engine gave up on prompt {i} ({output.outputs[0].finish_reason}); see its log")
 
     def register(self, vectors: dict[str, torch.Tensor]) -> None:
         """Make vectors `[n d]` float32 known to the worker under their content addresses."""
@@ -246,10 +257,10 @@ class EngineRows:
                            point.kind == "attn_scores", None if spans is None else [list(spans[i]) for i in prompts])
         return [take(data, torch.float32).view(shape) for shape, data in found]
 
-    def experts(self, point: Point, prompts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return per request the weights `[n k]` float32 and ids `[n k]` of the experts chosen at each captured row."""
+    def experts(self, point: Point, prompts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Return per request the positions `[n]`, and the weights `[n k]` float32 and ids `[n k]` of the experts chosen there."""
         found = self._call("experts", point, [self._uids[i] for i in prompts], point.layer)
-        return [(take(w, torch.float32).view(-1, k), take(ids, torch.int64).view(-1, k)) for k, w, ids in found]
+        return [(take(at, torch.int64), take(w, torch.float32).view(-1, k), take(ids, torch.int64).view(-1, k)) for at, k, w, ids in found]
 
     def _call(self, method: str, point: Point, *args: Any) -> Any:
         try:

@@ -18,8 +18,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from .edits import Edit
 from .engine.wire import Take, encode
-from .errors import MiaError, MissingRowsError, PointError
+from .errors import EditError, MiaError, MissingRowsError, PointError, PromptError
 from .launch import EngineRows
 from .points import DERIVED, Point, kind_of
 from .prompts import Prompts
@@ -85,7 +86,9 @@ class Recording:
 def record(session: Session, prompts: Iterable[Any], folder: str | Path, point: str, layers: int | Iterable[int] | None, at: Any,
            edits: Any, before: bool, shard_bytes: int) -> Recording:
     """Run prompts and write what `Session.record` promises."""
-    kind, folder = kind_of(point), Path(folder)
+    kind, folder, edits = kind_of(point), Path(folder), _one_list(edits)
+    if isinstance(prompts, str):
+        raise PromptError("record takes an iterable of prompts; put a single one into a list")
     if kind in DERIVED:
         raise PointError(f"{kind} is rebuilt from other points when it is asked for; record {' and '.join(DERIVED[kind])}")
     asked = asked_points(session, kind, layers)
@@ -107,6 +110,13 @@ def record(session: Session, prompts: Iterable[Any], folder: str | Path, point: 
             size = max(1, rows * len(some) // sum(map(len, batch.at)))  # prompts that fill a shard, if they go on like these
         writer.finish()
     return Recording(folder)
+
+
+def _one_list(edits: Any) -> list[Edit]:
+    edits = [edits] if isinstance(edits, Edit) else list(edits or ())
+    if not all(isinstance(edit, Edit) for edit in edits):
+        raise EditError("a recording takes one list of edits for all prompts")
+    return edits
 
 
 class _Batch:
@@ -157,6 +167,7 @@ class _Writer:
             differ = [name for name in ("version", "model", "points") if self.about.get(name) != about[name]]
             if differ:
                 raise MiaError(f"{folder} holds a recording of another {' and '.join(differ)}; record into another folder")
+        self.about["complete"] = False
         self._pool = ThreadPoolExecutor(1, "mia-recording")
         self._writing: Future | None = None
 

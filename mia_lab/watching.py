@@ -11,7 +11,7 @@ import torch
 from .engine.wire import Take
 from .errors import MissingRowsError, PointError
 from .launch import EngineRows
-from .points import DERIVED, kind_of
+from .points import DERIVED, Point, kind_of
 from .reading import asked_points
 from .submit import per_prompt
 
@@ -32,18 +32,21 @@ class Moment:
 
 def watch(session: Session, prompts: Any, point: str, layers: int | Iterable[int] | None, max_tokens: int, edits: Any,
           sampling: dict[str, Any]) -> Iterator[Moment]:
-    """Yield what `Session.watch` promises."""
+    """Check all that was asked, with the edits that are in force now, and return what `Session.watch` promises."""
     kind, read = kind_of(point), session._read(prompts)
     if kind in DERIVED:
         raise PointError(f"{kind} is rebuilt once all its rows are there; watch {' or '.join(DERIVED[kind])}")
     asked = asked_points(session, kind, layers)
-    starts = [len(ids) - 1 for ids in read.ids]
-    takes = [[Take(p.kind, p.layer, ((start, None),)) for p in asked] for start in starts]
+    takes = [[Take(p.kind, p.layer, ((len(ids) - 1, None),)) for p in asked] for ids in read.ids]
     edits = session._scoped(per_prompt(edits, len(read.ids)))
     params, uids = session._submit.prepare(read, edits, {"max_tokens": max_tokens} | sampling, takes)
-    source = EngineRows(session._engine, uids)
-    for i, output in chain.from_iterable(session._engine.steps(read.ids, params)):
-        tokens = [*read.ids[i], *output.outputs[0].token_ids]
+    return _moments(session._engine.steps(read.ids, params), EngineRows(session._engine, uids), read.ids, asked)
+
+
+def _moments(steps: Iterable[list], source: EngineRows, ids: list[list[int]], asked: list[Point]) -> Iterator[Moment]:
+    starts = [len(prompt) - 1 for prompt in ids]
+    for i, output in chain.from_iterable(steps):
+        tokens = [*ids[i], *output.outputs[0].token_ids]
         ready = range(starts[i], len(tokens) - 1)
         if not ready:
             continue

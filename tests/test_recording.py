@@ -11,7 +11,7 @@ import torch
 
 import mia_lab as mia
 from mia_lab import recording
-from mia_lab.errors import MiaError, PointError
+from mia_lab.errors import EditError, MiaError, PointError, PromptError
 
 pytestmark = pytest.mark.full
 OPTIONS = dict(points=["resid_post", "mlp_out"], max_model_len=96, max_num_batched_tokens=64, max_num_seqs=8, block_size=32,
@@ -46,8 +46,9 @@ def test_every_row_of_every_prompt_is_there_in_order(session: mia.Session, tmp_p
 
 def test_edits_act_and_prompts_may_come_one_by_one(session: mia.Session, tmp_path: Path) -> None:
     push = [mia.Add(torch.full((session.d_model,), 0.3), 1.0, [1])]
-    found = session.record(iter(PROMPTS[:10]), tmp_path, layers=2, edits=push)
-    check(session, found, PROMPTS[:10], [2], push)
+    found = session.record(iter(PROMPTS), tmp_path, layers=2, edits=iter(push), shard_bytes=60 * ROW)
+    assert len(list(found.shards("request"))) > 1
+    check(session, found, PROMPTS, [2], push)
 
 
 def test_only_the_asked_positions_are_written(session: mia.Session, tmp_path: Path) -> None:
@@ -88,6 +89,21 @@ def test_a_complete_recording_runs_nothing_again(session: mia.Session, tmp_path:
     assert session.record(PROMPTS[:8], tmp_path, layers=0).complete
 
 
+def test_a_recording_that_is_extended_is_complete_when_it_is_done(session: mia.Session, tmp_path: Path) -> None:
+    def breaking() -> Iterator[str]:
+        yield from PROMPTS[:24]
+        raise KeyboardInterrupt
+
+    session.record(PROMPTS[:8], tmp_path, layers=0)
+    with pytest.raises(KeyboardInterrupt):
+        session.record(breaking(), tmp_path, layers=0, shard_bytes=30 * ROW)
+    part = mia.Recording(tmp_path)
+    assert part.n_requests > 8 and not part.complete
+    found = session.record(PROMPTS[:24], tmp_path, layers=0)
+    assert found.complete
+    check(session, found, PROMPTS[:24], [0])
+
+
 @pytest.mark.parametrize("change", [dict(prompts=["other", *PROMPTS[1:8]]), dict(at=-1), dict(edits=[mia.Scale(0.5, layers=[1])]),
                                     dict(layers=1), dict(point="mlp_out"), dict(before=True)])
 def test_other_work_is_not_mixed_into_a_recording(session: mia.Session, tmp_path: Path, change: dict[str, Any]) -> None:
@@ -114,6 +130,10 @@ def test_what_is_half_written_is_not_named(session: mia.Session, tmp_path: Path,
 def test_wrong_folders_points_and_names_are_refused(session: mia.Session, tmp_path: Path) -> None:
     with pytest.raises(MiaError, match=r"no index\.json"):
         mia.Recording(tmp_path)
+    with pytest.raises(PromptError, match="put a single one into a list"):
+        session.record("one prompt", tmp_path)
+    with pytest.raises(EditError, match="one list of edits for all"):
+        session.record(PROMPTS[:2], tmp_path, edits=[[mia.Scale(0.5, layers=[1])], None])
     with pytest.raises(PointError, match="pattern is rebuilt"):
         session.record(PROMPTS[:2], tmp_path, "pattern")
     found = session.record(PROMPTS[:2], tmp_path, layers=0)

@@ -323,10 +323,13 @@ def test_a_closed_session_says_so_and_keeps_what_was_fetched(open_tiny: Callable
     session = open_tiny("llama", points=["resid_post"], max_model_len=64, enforce_eager=True)
     logits, cache = session.run_with_cache(PROMPT)
     kept = cache["resid_post", 1].get()
-    executor = weakref.ref(session._engine.llm.llm_engine.engine_core.engine_core.model_executor)
+    executor = session._engine.llm.llm_engine.engine_core.engine_core.model_executor
+    lab = executor.driver_worker.worker.mia_fetch.__self__
+    held = [weakref.ref(part) for part in (executor, lab._tables, lab._courier._ring)]
+    del executor, lab
     session.close()
     session.close()
-    assert executor() is None, "the engine, and with it the model's memory, is still held"
+    assert [part() for part in held] == [None] * 3, "the engine, and with it the model's and the taps' memory, is still held"
     assert torch.equal(cache["resid_post", 1].get(), kept)
     assert repr(session).endswith("closed")
     with pytest.raises(MissingRowsError, match="fetch"):

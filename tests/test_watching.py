@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mia_lab as mia
-from mia_lab.errors import PointError
+from mia_lab.errors import MiaError, PointError
 
 pytestmark = pytest.mark.full
 OPTIONS = dict(points=["resid_post", "mlp_out"], max_model_len=96, max_num_batched_tokens=64, max_num_seqs=8, block_size=32,
@@ -56,3 +56,34 @@ def test_breaking_off_ends_the_generation(session: mia.Session) -> None:
 def test_what_is_rebuilt_cannot_be_watched(session: mia.Session) -> None:
     with pytest.raises(PointError, match="watch q or k"):
         next(session.watch(PROMPTS[0], "pattern"))
+
+
+def test_the_edits_in_force_are_those_of_the_call(session: mia.Session) -> None:
+    push = torch.full((session.d_model,), 0.5)
+    with session.steer(push, layers=[1]):
+        inside = session.watch(PROMPTS[0], layers=2, max_tokens=3)
+        expected = session.capture(PROMPTS[0], layers=2).get()
+    plain = session.watch(PROMPTS[0], layers=2, max_tokens=3)
+    rows = next(inside).rows[0]
+    torch.testing.assert_close(rows, expected, rtol=1e-5, atol=1e-5)
+    inside.close()
+    with session.steer(push, layers=[1]):
+        assert not torch.allclose(next(plain).rows[0], expected)
+    plain.close()
+
+
+def test_wrong_arguments_are_refused_before_the_first_step(session: mia.Session) -> None:
+    with pytest.raises(PointError):
+        session.watch(PROMPTS[0], layers=99)
+    with pytest.raises(MiaError):
+        session.watch(PROMPTS[0], top_p=-3.0)
+
+
+def test_nothing_else_runs_in_the_midst_of_a_generation(session: mia.Session) -> None:
+    watched = session.watch(PROMPTS[0], max_tokens=6)
+    first = next(watched)
+    for other in (lambda: session.generate("x", max_tokens=1), lambda: next(session.watch("x", max_tokens=2))):
+        with pytest.raises(MiaError, match="in the midst of a generation that is being watched"):
+            other()
+    assert [first.position, *(moment.position for moment in watched)] == [first.position + i for i in range(6)]
+    assert session.generate("x", max_tokens=1)

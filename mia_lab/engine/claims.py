@@ -13,15 +13,20 @@ class Claims:
     def __init__(self) -> None:
         self._numbers: defaultdict[str, list[int]] = defaultdict(list)
         self._next = count()
+        self._open: set[int] = set()
         self.reducing: dict[int, Reduce] = {}
 
     def open(self, uid: str, reduce: Reduce | None) -> int:
         """Enter an engine request and return its number."""
         number = next(self._next)
         self._numbers[uid].append(number)
+        self._open.add(number)
         if reduce is not None:
             self.reducing[number] = reduce
         return number
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._open
 
     def numbers(self, uid: str) -> list[int]:
         """The numbers of the engine requests under one name, the oldest first."""
@@ -30,6 +35,7 @@ class Claims:
     def close(self, uid: str) -> list[int]:
         """Strike out all requests under a name, and return their numbers."""
         gone = self._numbers.pop(uid, [])
+        self._open.difference_update(gone)
         for number in gone:
             self.reducing.pop(number, None)
         return gone

@@ -11,13 +11,14 @@ import torch
 from ..errors import MissingRowsError
 from .claims import Claims
 from .reduce import Reducer
-from .ring import Ring
+from .ring import Done, Ring
 from .router import Step
 from .store import Store
 from .tables import Tables
 from .wire import Reduce, Site
 
 _RING_BYTES = 1 << 30
+_NOTHING = torch.empty(0)
 
 Entry = tuple[int, bool]  # site, before its edits
 Tensor = torch.Tensor
@@ -44,11 +45,12 @@ class _Rows:
 
 @dataclass(slots=True)
 class _Delivery:
-    """What was sent in one piece: the step whose rows it holds, or a claim's reduced rows; and its values, once they arrived."""
+    """What was sent in one piece: the step whose rows it holds, or `n` reduced rows of a claim; and its values, once they arrived."""
 
     step: Step | None = None
     claim: int = -1
     rows: _Rows | None = None
+    n: int = 0
     values: Tensor | None = None
 
     def arrive(self, store: Store, values: Tensor) -> None:
@@ -86,14 +88,12 @@ class Courier:
         self._sent: list[_Delivery] = []  # in order; not yet sorted by claim
         self._kept: dict[int, _Kept] = {}
         self._complete, self.dropped = complete, 0
-        cuda = tables.device.type == "cuda"
-        size = min(len(tables.arena), _RING_BYTES // tables.arena.itemsize)
-        self._ring = Ring(size, tables.arena.dtype, tables.device) if cuda else None
-        self._left: list[torch.cuda.Event | None] = [None, None]  # per half: when its last copy is done
+        self._ring = Ring(min(len(tables.arena), _RING_BYTES // tables.arena.itemsize), tables.arena.dtype, tables.device)
+        self._left: list[torch.cuda.Event | Done | None] = [None, None]  # per half: when its last copy is done
 
     def before_forward(self, step: Step | None) -> None:
         """Hold the device, not the host, until the half that this step writes has been copied out."""
-        if step is not None and self._left[step.half] is not None:
+        if step is not None and isinstance(self._left[step.half], torch.cuda.Event):
             torch.cuda.current_stream().wait_event(self._left[step.half])
 
     def after_forward(self, step: Step) -> None:
@@ -124,41 +124,40 @@ class Courier:
             found.append(self._reducer.apply(how, self._sites[entry[0]], self._typed(rows[:, start : start + width], entry[0])))
             cuts[entry] = sum(values.shape[1] for values in found[:-1]), found[-1].shape[1]
         values = torch.cat(found, 1)
-        named = _Rows(step.positions[run], cuts, values, how.mean, True)
-        self._send(step.half, values.view(-1).view(self._tables.arena.dtype), _Delivery(claim=int(step.claims[run[0]]), rows=named))
+        named = _Rows(step.positions[run], cuts, _NOTHING, how.mean, True)
+        sent = _Delivery(claim=int(step.claims[run[0]]), rows=named, n=len(values))
+        self._send(step.half, values.view(-1).view(self._tables.arena.dtype), sent)
 
     def _send(self, half: int, source: Tensor, delivery: _Delivery) -> None:
-        arrive = partial(delivery.arrive, self._store)
-        if self._ring is None:
-            arrive(source)
-        else:
-            left = self._ring.send(source, arrive, self._complete)
-            if left is None:
-                self.dropped += len(delivery.rows.positions if delivery.step is None else delivery.step.positions)
-                return
-            self._left[half] = left
+        left = self._ring.send(source, partial(delivery.arrive, self._store), self._complete)
+        if left is None:
+            self.dropped += len(delivery.rows.positions if delivery.step is None else delivery.step.positions)
+            return
+        self._left[half] = left
         self._sent.append(delivery)
 
     @property
     def congested(self) -> bool:
         """Whether requests that capture should wait outside until the host has taken over what is on its way."""
-        return self._ring is not None and self._complete and self._ring.congested
+        return self._complete and self._ring.congested
 
     def wait(self) -> None:
         """Return once all that was captured is on the host."""
-        if self._ring is not None:
-            self._ring.wait()
+        self._ring.wait()
 
     def _sort(self) -> None:
         """Give what was sent to its claims, once it has arrived."""
         self.wait()
         for delivery in self._sent:
             if delivery.step is None:
-                values = delivery.values.view(torch.float32).view(len(delivery.rows.values), -1)
+                if delivery.claim not in self._claims:
+                    continue  # its client has let go of it meanwhile
+                values = delivery.values.view(torch.float32).view(delivery.n, -1)
                 self._kept.setdefault(delivery.claim, _Kept()).reduced.append(replace(delivery.rows, values=values))
             else:
                 for claim, plan, rows in _by_claim(delivery.step, delivery.values):
-                    self._kept.setdefault(claim, _Kept()).whole.setdefault(plan, []).append(rows)
+                    if claim in self._claims:
+                        self._kept.setdefault(claim, _Kept()).whole.setdefault(plan, []).append(rows)
         self._sent.clear()
 
     def rows(self, uid: str, site: int, before: bool = False, since: int = 0) -> tuple[np.ndarray, Tensor]:

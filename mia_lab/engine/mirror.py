@@ -50,11 +50,11 @@ class Mirror:
         if not self._dirty:
             return
         places = np.concatenate(self._dirty)
-        self._dirty.clear()
         # A place written twice is sent twice, with one and the same value.
         sent = torch.from_numpy(np.stack([places, self._host[places]]))
         sent = send(sent, self._device.device)
         self._device.index_copy_(0, sent[0], sent[1].to(torch.int32))
+        self._dirty.clear()  # last: what is interrupted is sent again
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:

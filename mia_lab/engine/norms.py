@@ -32,7 +32,9 @@ def carriers(calls: Mapping[nn.Module, Call], blocks: Sequence[nn.Module], final
     for layer, (block, following) in enumerate(pairwise([*blocks, None])):
         own = set(following.children()) if following is not None else {final}
         reader = next((call for module, call in calls.items() if module in own and call.inputs), None)
-        place = None if reader is None or not _reads(reader, calls[block]) else _carrier(reader)
+        alone = reader is not None and _reads(reader, calls[block]) and not any(
+            _shares(call, reader) for module, call in calls.items() if module in own and call is not reader)
+        place = _carrier(reader) if alone else None
         if place is not None:
             found["resid_post", layer] = place
             if following is not None:
@@ -51,9 +53,16 @@ def _reads(reader: Call, block: Call) -> bool:
     return all(torch.equal(given, returned) for (_, given), returned in zip(reader.inputs, block.outputs))
 
 
+def _shares(call: Call, reader: Call) -> bool:
+    """Whether another call of the block is given a half of the pair too: what it made of it would lack the reader's edits."""
+    return any(torch.equal(value, given) for _, value in call.inputs for _, given in reader.inputs)
+
+
 def _carrier(call: Call) -> Place | None:
     weight, eps = (getattr(call.module, name, None) for name in ("weight", "variance_epsilon"))
-    if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or eps is None or len(call.inputs) != 2 or len(call.outputs) != 2:
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or eps is None:
+        return None
+    if call.times > 1 or len(call.inputs) != 2 or len(call.outputs) != 2:
         return None
     (x_at, x), (residual_at, residual) = call.inputs
     info = torch.finfo(x.dtype)

@@ -25,6 +25,7 @@ def attach(scheduler: Scheduler, options: EngineOptions) -> None:
     capturing: set[str] = set()
     doubled: set[str] = set()  # those of them that capture a point both before and after its edits
     full_budget = scheduler.max_num_scheduled_tokens
+    seats = "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"  # what limits admission
     add_request, schedule = scheduler.add_request, scheduler.schedule
 
     def add(request: Request) -> None:
@@ -49,17 +50,19 @@ def attach(scheduler: Scheduler, options: EngineOptions) -> None:
         running = [request for request in scheduler.running if request.request_id in capturing]
         names = {request.request_id for request in running}
         largest = max((_rows_ahead(scheduler.requests[name]) for name in capturing - names), default=0)
-        coming = min(len(capturing) - len(running), scheduler.max_num_running_reqs - len(scheduler.running))
+        coming = min(len(capturing) - len(running), getattr(scheduler, seats) - len(scheduler.running))
         wanted = sum(map(_rows_ahead, running)) + coming * largest
         room = sizes.captured_tokens // 2 if doubled else sizes.captured_tokens
         scheduler.max_num_scheduled_tokens = full_budget if wanted <= room else max(1, min(full_budget, room))
-        seats = scheduler.max_num_running_reqs
-        if getattr(getattr(scheduler.vllm_config, "mia_courier", None), "congested", False):
-            scheduler.max_num_running_reqs = len(scheduler.running)  # nobody new until the host has caught up
+        courier = getattr(scheduler.vllm_config, "mia_courier", lambda: None)()
+        if courier is None or not courier.congested:
+            return schedule(*args, **kwargs)
+        free = getattr(scheduler, seats)
+        setattr(scheduler, seats, len(scheduler.running))  # nobody new until the host has caught up
         try:
             return schedule(*args, **kwargs)
         finally:
-            scheduler.max_num_running_reqs = seats
+            setattr(scheduler, seats, free)
 
     scheduler.add_request, scheduler.schedule = add, schedule_within_arena
 

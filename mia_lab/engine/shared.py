@@ -17,7 +17,13 @@ def put(values: torch.Tensor) -> bytes | str:
     if len(flat) <= _SMALL or not _FOLDER.is_dir():
         return flat.numpy().tobytes()
     handle, name = tempfile.mkstemp(prefix="mia_lab-", dir=_FOLDER)
-    os.close(handle)
+    try:
+        os.posix_fallocate(handle, 0, len(flat))  # or a full folder would end the process at the copy
+    except OSError:
+        os.unlink(name)
+        return flat.numpy().tobytes()
+    finally:
+        os.close(handle)
     torch.from_file(name, shared=True, size=len(flat), dtype=torch.uint8).copy_(flat)
     return name
 

@@ -259,8 +259,13 @@ class Tables:
                 offsets[site, int(not before)] = start
                 cuts[site, before] = start, self.room[site]
                 start += aligned(self.room[site])
-            self._mirror.write_column("offsets", place, offsets)
-            self.plans[place] = PlanLayout(start, cuts)
+            try:
+                self._mirror.write_column("offsets", place, offsets)
+                self.plans[place] = PlanLayout(start, cuts)
+            except BaseException:
+                self._plans.give(plan)
+                self._plans.evict(plan)
+                raise
         return place
 
     def give_plan(self, plan: Plan) -> None:

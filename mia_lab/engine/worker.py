@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ class Lab:
         claims = Claims()
         self._router = Router(self._tables, self._sites, claims)
         self._courier = Courier(self._tables, self._sites, claims, options.complete)
-        object.__setattr__(config, "mia_courier", self._courier)  # for the scheduler, which is in this process
+        object.__setattr__(config, "mia_courier", weakref.ref(self._courier))  # for the scheduler, which is in this process
         self._adapter = adapter_for(runner)
         self._adapter.install(self._router, self._courier)
         graphs.install(runner, self._tables, lambda: self._router.needed)
@@ -129,20 +130,23 @@ class Lab:
         return found
 
     @torch.inference_mode()
-    def experts(self, uids: Sequence[str], layer: int) -> list[tuple[int, bytes, bytes]]:
-        """Return per request how many experts a row has, their float32 weights and int64 ids, for each captured row."""
+    def experts(self, uids: Sequence[str], layer: int) -> list[tuple[bytes, int, bytes, bytes]]:
+        """Return per request the int64 positions of its captured rows, how many experts a row has, their float32 weights and
+        int64 ids."""
         place = self._layout.places["router", layer].module
         router = next(m.router for m in self._model.modules() if getattr(m, "gate", None) is place or m is place if hasattr(m, "router"))
         found = []
         for uid in uids:
-            logits = self._rows(uid, "router", layer)[1].to(self._tables.device)
+            positions, logits = self._rows(uid, "router", layer)
+            logits = logits.to(self._tables.device)
             hidden = torch.zeros(len(logits), self._layout.width, device=logits.device, dtype=self._tables.arena.dtype)
             try:
                 weights, ids = router.select_experts(hidden_states=hidden, router_logits=logits)
             except AttributeError as error:  # older CPU builds route inside their experts' kernel
                 raise UnsupportedError(f"this vLLM build routes to experts without a function of its own ({error}); the router's "
                                        f"logits are captured, the choice is not") from None
-            found.append((weights.shape[1], weights.float().cpu().numpy().tobytes(), ids.long().cpu().numpy().tobytes()))
+            values = (weights.float(), ids.long())
+            found.append((positions.numpy().tobytes(), weights.shape[1], *(v.cpu().numpy().tobytes() for v in values)))
         return found
 
     def _rows(self, uid: str, kind: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

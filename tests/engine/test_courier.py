@@ -156,3 +156,25 @@ def test_random_steps_deliver_each_row_once_under_its_own_name(seed: int, dtype:
         engine.step(*batch)
         done |= {req_id: start + count if rng.random() < 0.9 else 0 for req_id, count, start in batch}
     engine.check()
+
+
+def test_rows_that_arrive_after_their_client_let_go_are_not_kept() -> None:
+    engine = Engine()
+    engine.admit("r", Spec((), (take(0),)))
+    engine.step(("r", 2, 0))
+    engine.courier.drop("r")
+    engine.step(("r", 2, 2))
+    assert engine.courier.rows("r", 0)[0].tolist() == []
+    assert not engine.courier._kept and not engine.courier._sent
+
+
+def test_only_rows_from_a_position_on_are_returned_where_that_is_asked() -> None:
+    engine = Engine()
+    engine.admit("r", Spec((), (take(0), take(1, (0, 4)))))
+    for batch in [("r", 4, 0), ("r", 1, 4), ("r", 3, 2), ("r", 1, 5)]:  # preempted after five rows
+        engine.step(batch)
+    positions, values = engine.courier.rows("r", 0, since=3)
+    whole, everything = engine.courier.rows("r", 0)
+    assert positions.tolist() == [3, 4, 5] and whole.tolist() == list(range(6))
+    assert torch.equal(values, everything[3:])
+    assert engine.courier.rows("r", 0, since=6)[0].tolist() == []

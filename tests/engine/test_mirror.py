@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from mia_lab.engine.mirror import Mirror
@@ -59,3 +60,14 @@ def test_of_two_writes_to_a_place_the_latest_counts() -> None:
     mirror.table("lines").fill_(9)
     mirror.flush()  # nothing was written since
     assert (mirror.table("lines") == 9).all()
+
+
+def test_a_flush_that_is_interrupted_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror = made()
+    mirror.write_lines("lines", 0, np.ones((1, 3), np.int32))
+    with monkeypatch.context() as patch:
+        patch.setattr("mia_lab.engine.mirror.send", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            mirror.flush()
+    mirror.flush()
+    assert mirror.table("lines")[0].tolist() == [1, 1, 1]
