@@ -247,9 +247,10 @@ class Session:
         self._defaults = edits
 
     def vector(self, pairs: Iterable, *, method: str = "mean_diff", point: str = "resid_post", at: Any = -1) -> Vector:
-        """Fit a steering Vector over all tapped layers from (positive, negative) prompts, read at position `at`.
+        """Fit a steering Vector over all tapped layers from (positive, negative) prompts (see Pairs.of), read at position `at`.
 
-        Each layer is scaled to the mean centred norm there, so that an edit's coefficient 1.0 means one such norm.
+        method: "mean_diff", "pca", "pca_centred", "lat", "logistic" or "lda", see analysis/fitting.py. Each layer is scaled to
+        the mean centred norm there, so that an edit's coefficient 1.0 means one such norm.
         """
         from .analysis.vectors import fit
 

@@ -12,6 +12,7 @@ import tiny
 import torch
 
 import mia_lab as mia
+from mia_lab.analysis.fitting import METHODS
 from mia_lab.errors import ClosedError, EditError, MissingRowsError, PointError, PromptError, UnsupportedError
 
 pytestmark = pytest.mark.full
@@ -165,6 +166,16 @@ def test_a_mean_difference_vector_has_its_unit(session: mia.Session) -> None:
     assert torch.allclose(moved, 0.2 * v.rows[1], atol=1e-4)
 
 
+@pytest.mark.parametrize("method", ["pca", "pca_centred", "lat", "logistic", "lda"])
+def test_every_method_fits_the_rows_that_capture_gives(session: mia.Session, method: str) -> None:
+    pairs = mia.Pairs.of([("aaa", "zzz"), ("abab", "zyzy"), ("baab", "yzzy"), ("bbba", "yyyz"), ("aab", "zzy")])
+    v = session.vector(pairs, method=method)
+    expected = METHODS[method](session.capture(pairs.positive).float(), session.capture(pairs.negative).float())
+    assert torch.allclose(v.rows.norm(dim=-1), v.unit)
+    assert torch.cosine_similarity(expected, v.rows, dim=-1).min() > 0.9999
+    assert v.method == method and method in repr(v)
+
+
 def test_repr_and_points_name_what_is_there(session: mia.Session) -> None:
     lines = repr(session).splitlines()
     assert len(lines) == 3
@@ -208,7 +219,7 @@ def test_repr_and_points_name_what_is_there(session: mia.Session) -> None:
     (lambda s: s.generate("a", edits=mia.Add(torch.full((128,), float("nan")), 1.0, [1])), EditError, "NaN"),
     (lambda s: s.generate(["a", "b"], edits=[[]]), EditError, "2 prompts"),
     (lambda s: s.generate("a", edits=["up"]), EditError, "edits is"),
-    (lambda s: s.vector([]), EditError, "at least one pair"),
+    (lambda s: s.vector([]), EditError, "there is no pair"),
     (lambda s: s.vector([("a", "a")]), EditError, "no direction"),
     (lambda s: s.vector([("a", "b")], method="magic"), EditError, "mean_diff"),
 ])

@@ -6,7 +6,8 @@ import dataclasses
 import pytest
 import torch
 
-from mia_lab.analysis.vectors import Vector, centred_norm, mean_difference, read_pairs
+from mia_lab.analysis.fitting import mean_difference
+from mia_lab.analysis.vectors import Vector, centred_norm
 from mia_lab.edits import Directions
 from mia_lab.errors import EditError
 
@@ -83,41 +84,6 @@ def test_the_centred_norm_does_not_see_a_common_offset() -> None:
     offset[3] = 2.0**14  # the outlier dimension that makes a plain norm useless
     torch.testing.assert_close(centred_norm(rows + offset), centred_norm(rows), rtol=1e-3, atol=0)
     assert centred_norm(torch.ones(5, 2, 8)).tolist() == [0.0, 0.0]
-
-
-# -- pairs ------------------------------------------------------------------------------------------------------------
-
-PAIRS = [("good", "bad"), ("yes", "no")]
-
-
-@pytest.mark.parametrize("pairs", [
-    PAIRS, tuple(PAIRS), [list(pair) for pair in PAIRS], iter(PAIRS), zip(*zip(*PAIRS, strict=True), strict=True),
-    [{"positive": a, "negative": b, "group": "x"} for a, b in PAIRS], [{"chosen": a, "rejected": b} for a, b in PAIRS],
-    [{"neg": b, "pos": a} for a, b in PAIRS], [PAIRS[0], {"pos": "yes", "neg": "no"}], dict(PAIRS).items(),
-])
-def test_pairs_are_read_in_every_form(pairs: object) -> None:
-    assert read_pairs(pairs) == (["good", "yes"], ["bad", "no"])
-
-
-def test_token_ids_and_chats_pass_through() -> None:
-    chat = [{"role": "user", "content": "hi"}]
-    assert read_pairs([([1, 2], [3]), (chat, "bad")]) == ([[1, 2], chat], [[3], "bad"])
-
-
-@pytest.mark.parametrize(("pairs", "says"), [
-    ([], "a vector needs at least one pair"),
-    (iter(()), "a vector needs at least one pair"),
-    ([("a", "b"), ("a", "b", "c")], "pair 1 is not (positive, negative): ('a', 'b', 'c')"),
-    ([("a",)], "pair 0 is not (positive, negative): ('a',)"),
-    ([5], "pair 0 is not (positive, negative): 5"),
-    ([{"positive": "a", "rejected": "b"}], "pair 0 has the keys ['positive', 'rejected']; a pair needs ('positive', "
-                                           "'negative') or ('chosen', 'rejected') or ('pos', 'neg')"),
-    pytest.param(["ab"], "pair 0 is not (positive, negative): 'ab'"),
-])
-def test_what_is_no_pair_is_an_error_that_says_which_and_why(pairs: object, says: str) -> None:
-    with pytest.raises(EditError) as caught:
-        read_pairs(pairs)
-    assert str(caught.value) == says
 
 
 # -- Vector -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Steering vectors: one direction a layer, in units of the model's mean centred residual norm."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +10,11 @@ import torch
 from ..errors import EditError
 from ..points import select
 from ..prompts import resolve_at
+from .fitting import METHODS
+from .pairs import Pairs
 
 if TYPE_CHECKING:
     from ..session import Session
-
-PAIR_KEYS = (("positive", "negative"), ("chosen", "rejected"), ("pos", "neg"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +74,10 @@ class Vector:
 
 def fit(session: Session, pairs: Iterable, method: str, point: str, at: Any) -> Vector:
     """Return what `Session.vector` promises."""
-    if method != "mean_diff":
-        raise EditError(f"there is no method {method!r}; the methods are mean_diff")
-    positive, negative = read_pairs(pairs)
+    if method not in METHODS:
+        raise EditError(f"there is no method {method!r}; the methods are {', '.join(METHODS)}")
+    read = Pairs.of(pairs)
+    positive, negative = read.positive, read.negative
     chosen = select(point, session.tapped, session.n_layers)
     rows = session.capture([*positive, *negative], point, at=at).float()
     one = isinstance(at, int) and not isinstance(at, bool)
@@ -84,44 +85,11 @@ def fit(session: Session, pairs: Iterable, method: str, point: str, at: Any) -> 
     if not one:  # [prompt layer pos d]: one row a prompt, the mean over its positions
         lengths = [len(resolve_at(at, len(ids))) for ids in session._read([*positive, *negative]).ids]
         rows = torch.stack([row[:, :n].mean(1) for row, n in zip(rows, lengths)])
-    raw = mean_difference(rows[: len(positive)], rows[len(positive):])
+    raw = METHODS[method](rows[: len(positive)], rows[len(positive):])
     unit, norms = session.unit(point), raw.norm(dim=-1)
-    if not norms.all():
+    if not (norms > 0).all():
         raise EditError("positive and negative prompts give equal means; there is no direction between them")
     return Vector(chosen[0].kind, tuple(p.layer for p in chosen), raw * (unit / norms)[:, None], norms, unit, method)
-
-
-def read_pairs(pairs: Iterable) -> tuple[list, list]:
-    """Return (positives, negatives) from tuples, dicts with known keys, or anything that yields these.
-
-    Raises EditError for an unknown form or an empty set.
-    """
-    positive, negative = [], []
-    for i, pair in enumerate(pairs):
-        if isinstance(pair, Mapping):
-            names = next((names for names in PAIR_KEYS if set(names) <= set(pair)), None)
-            if names is None:
-                raise EditError(f"pair {i} has the keys {sorted(pair)}; a pair needs {' or '.join(map(str, PAIR_KEYS))}")
-            pair = (pair[names[0]], pair[names[1]])
-        try:
-            if isinstance(pair, str):
-                raise TypeError
-            one, other = pair
-        except (TypeError, ValueError):
-            raise EditError(f"pair {i} is not (positive, negative): {pair!r}") from None
-        positive.append(one)
-        negative.append(other)
-    if not positive:
-        raise EditError("a vector needs at least one pair")
-    return positive, negative
-
-
-def mean_difference(positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
-    """Return the mean over prompts of positive minus negative, `[layer d_model]`, from `[prompt layer d_model]`.
-
-    Source: Contrastive Activation Addition, arXiv 2312.06681. Sums in float64.
-    """
-    return (positive.double().mean(0) - negative.double().mean(0)).float()
 
 
 def centred_norm(rows: torch.Tensor) -> torch.Tensor:
