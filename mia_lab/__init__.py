@@ -7,7 +7,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {"Session": "session", "Point": "points", "ActivationCache": "cache", "LazyTensor": "lazy", "Vector": "analysis.vectors",
-         "MiaError": "errors", "Recording": "recording", "Pairs": "analysis.pairs",
+         "MiaError": "errors", "Recording": "recording", "Pairs": "analysis.pairs", "dataset": "analysis.data",
          **dict.fromkeys(("Edit", "Add", "Ablate", "Clamp", "Scale", "Replace", "Affine", "ClampFeature", "AttentionBias"), "edits"),
          **dict.fromkeys(("Probe", "Gate", "After", "Decay"), "gates"),
          **dict.fromkeys(("Project", "Norm", "TopK", "SAE", "Mean", "Mass"), "reductions"),

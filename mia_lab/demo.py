@@ -1,11 +1,10 @@
 """The headless tour: fit a mood vector on the embedded model, steer with it, and write what happened as one HTML page."""
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 
+from .analysis.data import rows
 from .analysis.vectors import Vector
 from .edits import Add
 from .session import Session
@@ -17,17 +16,12 @@ LAYER, COEFF, MAX_TOKENS = 9, 0.2, 28
 
 def sentiment_pairs() -> list[dict[str, str]]:
     """Return the shipped pairs of cheerful and gloomy sentences."""
-    return _read("sentiment_pairs.jsonl")
+    return rows("sentiment_pairs")
 
 
 def sentiment_prompts() -> list[str]:
     """Return the shipped held-out prompts, neutral beginnings of sentences."""
-    return [row["prompt"] for row in _read("sentiment_prompts.jsonl")]
-
-
-def _read(name: str) -> list[dict[str, str]]:
-    text = files("mia_lab").joinpath(f"data/{name}").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    return [row["prompt"] for row in rows("sentiment_prompts")]
 
 
 def run(path: Path, say: Callable[[str], None] = print) -> Path:

@@ -17,7 +17,7 @@ from .compile import Model
 from .edits import Add, Edit
 from .engine.config import EngineOptions, Sizes, refuse_unsupported
 from .engine.wire import ATTENTION, Reduce, Take
-from .errors import EditError, MiaError, PromptError
+from .errors import EditError, MiaError
 from .launch import Engine, EngineRows, read_config
 from .lazy import LazyTensor, human_bytes
 from .models import resolve
@@ -25,8 +25,10 @@ from .points import DERIVED, KINDS, Point, every, kind_of, select
 from .prompts import Prompts
 from .selectors import Context
 from .submit import Submitter, has_bos, per_prompt
+from .tokens import Tokens
 
 if TYPE_CHECKING:
+    from .analysis.judging import Separability
     from .analysis.vectors import Vector
     from .point_table import PointTable
     from .recording import Recording
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 EDIT_KINDS = ("add", "ablate", "clamp", "scale", "replace", "affine", "clampfeature", "attentionbias")
 
 
-class Session:
+class Session(Tokens):
     """A loaded model that can be read and steered while vLLM serves it.
 
     model: "demo" (the embedded Gemma 3 270M), any Hugging Face id, or a local path.
@@ -92,32 +94,6 @@ class Session:
         except BaseException:
             self.close()
             raise
-
-    # -- words and tokens ---------------------------------------------------------------------------------------------
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self._engine.tokenizer
-
-    def to_tokens(self, text: str | Sequence[str]) -> torch.Tensor:
-        """Return token ids `[batch pos]`, right-padded with the pad (or EOS) token, as the model will see them."""
-        ids = self._read(text).ids
-        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else (self.tokenizer.eos_token_id or 0)
-        width = max(map(len, ids))
-        return torch.tensor([row + [pad] * (width - len(row)) for row in ids])
-
-    def to_str_tokens(self, prompt: Any) -> list[str]:
-        """Return the text of each token of one prompt."""
-        ids = self._read(prompt).ids
-        if len(ids) != 1:
-            raise PromptError(f"to_str_tokens takes one prompt, not {len(ids)}")
-        return [self.tokenizer.decode([i]) for i in ids[0]]
-
-    def to_string(self, tokens: torch.Tensor | Sequence[int]) -> str | list[str]:
-        """Return the text of token ids `[pos]`, or a list of texts for `[batch pos]`."""
-        ids = tokens.tolist() if isinstance(tokens, torch.Tensor) else list(tokens)
-        return self.tokenizer.decode(ids) if not ids or isinstance(ids[0], int) else [self.tokenizer.decode(row) for row in ids]
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -255,6 +231,15 @@ class Session:
         from .analysis.vectors import fit
 
         return fit(self, pairs, method, point, at)
+
+    def separability(self, vector: Vector, pairs: Any, *, at: int = -1, draws: int = 1000) -> Separability:
+        """Return how well a vector tells the sides of pairs apart at each of its layers, AUROC with intervals over groups.
+
+        Give it pairs that it was not fitted on: `pairs.split()` keeps some.
+        """
+        from .analysis.judging import judge
+
+        return judge(self, vector, pairs, at, draws)
 
     def unit(self, point: str = "resid_post") -> torch.Tensor:
         """Return what coefficient 1.0 stands for at each tapped layer of a kind, `[layer]`: the mean centred norm of the
