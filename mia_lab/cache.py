@@ -12,6 +12,7 @@ import torch
 from .errors import EditError, MissingRowsError, PointError
 from .lazy import LazyTensor, human_bytes
 from .points import DERIVED, Point, parse, undeclared
+from .residual import Readout, Residual
 
 
 class RowSource(Protocol):
@@ -20,6 +21,10 @@ class RowSource(Protocol):
     def rows(self, point: Point, prompts: Sequence[int], before: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]: ...
 
     def pattern(self, point: Point, prompts: Sequence[int], at: Sequence[Sequence[int]]) -> list[torch.Tensor]: ...
+
+    def readout(self, tokens: Sequence[int]) -> Readout: ...
+
+    def token_id(self, text: str) -> int: ...
 
     def experts(self, point: Point, prompts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]: ...
 
@@ -55,7 +60,7 @@ class Batch:
         return tuple(map(len, self.tokens))
 
 
-class ActivationCache:
+class ActivationCache(Residual):
     """Maps points to lazy tensors `[batch pos d_model]` (heads: `[batch pos head d_head]`), right-padded with NaN;
     `mask [batch pos]` is True on real rows. `cache["pattern", 3]` is `[batch head pos pos]`, rebuilt on the device from
     captured q and k: for a few rows of a long prompt, `Session.capture(..., "pattern")` is the smaller thing to ask for.

@@ -18,8 +18,9 @@ from .engine.config import EngineOptions
 from .engine.shared import take
 from .engine.shutdown import shut_down
 from .engine.wire import KEY, Span
-from .errors import ClosedError, MiaError, MissingRowsError
+from .errors import ClosedError, MiaError, MissingRowsError, PromptError
 from .points import Point
+from .residual import Readout
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -262,7 +263,20 @@ class EngineRows:
         found = self._call("experts", point, [self._uids[i] for i in prompts], point.layer)
         return [(take(at, torch.int64), take(w, torch.float32).view(-1, k), take(ids, torch.int64).view(-1, k)) for at, k, w, ids in found]
 
-    def _call(self, method: str, point: Point, *args: Any) -> Any:
+    def readout(self, tokens: Sequence[int]) -> Readout:
+        """Return how the model's final norm and unembedding read some tokens."""
+        width = self._engine.config.model_config.get_hidden_size()
+        vectors, bias, centred, eps = self._call("readout", "the unembedding", list(tokens))
+        return Readout(take(vectors, torch.float32).view(-1, width), take(bias, torch.float32), centred, eps)
+
+    def token_id(self, text: str) -> int:
+        """Return the id of a text that is one token."""
+        ids = self._engine.tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise PromptError(f"{text!r} is {len(ids)} tokens of this model; give one token, or its id")
+        return ids[0]
+
+    def _call(self, method: str, point: Point | str, *args: Any) -> Any:
         try:
             return self._engine.rpc(method, *args)
         except ClosedError:

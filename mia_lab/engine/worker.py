@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import PointError, UnsupportedError
-from . import graphs, heads, shared, taps
+from . import graphs, heads, shared, taps, unembedding
 from .adapters import adapter_for, without_lora
 from .claims import Claims
 from .config import EngineOptions, Sizes, refuse_unsupported
@@ -32,7 +32,7 @@ def attach(worker: WorkerBase, options: EngineOptions) -> None:
         load_model(*args, **kwargs)
         lab = Lab(worker, options)
         for name in ("describe", "register", "forget", "fetch", "drop", "unembed", "sample_weights", "recover",
-                     "pattern", "experts", "settle"):
+                     "pattern", "experts", "settle", "readout"):
             setattr(worker, f"mia_{name}", getattr(lab, name))
 
     worker.load_model = load_then_tap
@@ -187,6 +187,16 @@ class Lab:
             stream = getattr(type(norm), "mia_inner", type(norm).forward)(norm, stream)
             stream = stream[0] if isinstance(stream, tuple) else stream
         return self._model.compute_logits(stream).float().cpu().numpy().tobytes()
+
+    @torch.inference_mode()
+    def readout(self, tokens: Sequence[int]) -> tuple[bytes, bytes, bool, float]:
+        """Return how the final norm and the unembedding read tokens: float32 vectors `[token d_model]`, biases, whether the norm
+        takes the mean off, and its epsilon. A logit before any soft cap is a normed stream along a vector, plus the bias."""
+        if self._layout.final_norm is None or not self._layout.has_unembedding:
+            raise UnsupportedError("this model has no final norm and unembedding that could be taken apart")
+        read = unembedding.read(self._model, self._layout.final_norm, self._layout.width, tokens, self._tables.arena.dtype,
+                                self._tables.device, lambda rows: without_lora(self._runner, rows))
+        return read.vectors.cpu().numpy().tobytes(), read.bias.cpu().numpy().tobytes(), read.centred, read.eps
 
     def sample_weights(self) -> str:
         """Return a hash over a sample of every weight: identity of the loaded model, cheap at any size."""
