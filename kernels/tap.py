@@ -163,7 +163,7 @@ if triton is not None:
 
 
 _FEW = 16
-_EARLY = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+_EARLY = torch.version.cuda is not None and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def launch(block: int, rows: int) -> dict[str, int | bool]:

@@ -165,8 +165,8 @@ class TappedGraph(torch.cuda.CUDAGraph):
 
 
 def install(runner: Any, tables: Tables, needed: Callable[[], Sites]) -> None:
-    """Let a runner capture graphs that leave out what a step does not need. Without CUDA there are none."""
-    if tables.device.type != "cuda":
+    """Let a runner capture graphs that leave out what a step does not need. Without NVIDIA's CUDA there are none."""
+    if tables.device.type != "cuda" or torch.version.cuda is None:
         return
     sites = {tables.index[site].data_ptr(): site for site in range(len(tables.widths))}
     capture_model = runner.capture_model
