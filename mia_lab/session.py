@@ -25,7 +25,7 @@ from .points import DERIVED, KINDS, Point, every, kind_of, select
 from .prompts import Prompts
 from .selectors import Context
 from .submit import Submitter, has_bos, per_prompt
-from .tokens import Tokens
+from .texts import Texts
 
 if TYPE_CHECKING:
     from .analysis.judging import Separability
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 EDIT_KINDS = ("add", "ablate", "clamp", "scale", "replace", "affine", "clampfeature", "attentionbias")
 
 
-class Session(Tokens):
+class Session(Texts):
     """A loaded model that can be read and steered while vLLM serves it.
 
     model: "demo" (the embedded Gemma 3 270M), any Hugging Face id, or a local path.

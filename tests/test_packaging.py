@@ -18,6 +18,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+import mia_lab
+
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
@@ -225,3 +227,9 @@ def test_set_up_says_when_python_cannot_make_environments(tmp_path: Path) -> Non
     assert done.returncode == 1
     assert "apt-get install python3-venv" in done.stderr
     assert not (tmp_path / "venv").exists()
+
+
+def test_no_module_hides_a_public_name() -> None:
+    """An imported submodule becomes an attribute of its package, in place of what is looked up there by name."""
+    modules = {path.stem for path in (ROOT / "mia_lab").iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert not modules & set(mia_lab.__all__)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from .prompts import Prompts
 
 
-class Tokens:
-    """What a Session says about its tokens."""
+class Texts:
+    """What a Session says about texts and their tokens."""
 
     _engine: Engine
 
