@@ -220,7 +220,8 @@ def test_repr_and_points_name_what_is_there(session: mia.Session) -> None:
     (lambda s: s.generate(["a", "b"], edits=[[]]), EditError, "2 prompts"),
     (lambda s: s.generate("a", edits=["up"]), EditError, "edits is"),
     (lambda s: s.vector([]), EditError, "there is no pair"),
-    (lambda s: s.vector([("a", "a")]), EditError, "no direction"),
+    (lambda s: s.vector([("a", "a")]), EditError, "are equal"),
+    (lambda s: s.vector([("a", "b"), ("b", "a")]), EditError, "no direction"),
     (lambda s: s.vector([("a", "b")], method="magic"), EditError, "mean_diff"),
 ])
 def test_bad_input_says_what_to_type_and_leaves_the_session_working(session: mia.Session, call: Callable[..., Any],
