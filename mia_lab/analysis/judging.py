@@ -49,18 +49,12 @@ class Separability:
 
 def auroc(positive: Tensor, negative: Tensor) -> Tensor:
     """The probability that a positive value exceeds a negative one, ties counting half: `[...]` from `[n ...]` and `[m ...]`."""
-    rest = (1,) * (positive.dim() - 1)
-    order = torch.cat([positive, negative]).double()
-    below = torch.searchsorted(*_sorted(order)).double()
-    upto = torch.searchsorted(*_sorted(order), right=True).double()
-    ranks = ((below + upto + 1) / 2).movedim(-1, 0)  # the mean rank of equal values, from 1 on
     n, m = len(positive), len(negative)
-    return (ranks[:n].sum(0) - n * (n + 1) / 2).view(rest and ranks.shape[1:]) / (n * m)
-
-
-def _sorted(values: Tensor) -> tuple[Tensor, Tensor]:
-    moved = values.movedim(0, -1).contiguous()
-    return moved.sort(-1).values, moved
+    values = torch.cat([positive, negative]).double().movedim(0, -1).contiguous()  # [... n + m]
+    ordered = values.sort(-1).values
+    below, upto = (torch.searchsorted(ordered, values, right=right) for right in (False, True))
+    ranks = (below + upto + 1).double() / 2  # the mean rank of equal values, from 1 on
+    return (ranks[..., :n].sum(-1) - n * (n + 1) / 2) / (n * m)
 
 
 def separability(positive: Tensor, negative: Tensor, rows: Tensor, layers: Sequence[int], groups: Sequence[str], draws: int = 1000,
