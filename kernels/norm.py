@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from . import tap
+from .launch import extent, launch
 from .tap import tap_reference
 
 if tap.triton is not None:
@@ -69,19 +70,15 @@ def tap_norm_cuda(x: Tensor, residual: Tensor, rows: Tensor, index: Tensor, word
                   offsets: Tensor, arena: Tensor, measures: Tensor, opens: Tensor, weight: Tensor, eps: float,
                   shifted: bool) -> tuple[Tensor, Tensor]:
     """The same with one Triton launch, one program a row. Arguments as the reference."""
-    d = x.shape[-1]
-    flat, other = x.view(-1, d), residual.view(-1, d)
+    d, (n, x_stride), (_, r_stride) = x.shape[-1], extent(x), extent(residual)
     normed, whole = _outputs(x)
-    block = triton.next_power_of_2(d)
-    mia_tap_norm[(flat.shape[0],)](
-        flat, other, rows, index, words, numbers, bank, offsets, arena, measures, opens, weight, normed, whole, eps, d, bank.stride(0),
-        flat.stride(0), other.stride(0), GATES=measures.shape[1], SHIFTED=shifted, BLOCK=block,
-        **tap.launch(block, len(flat)))
+    launch(mia_tap_norm, n, d, (x, residual, rows, index, words, numbers, bank, offsets, arena, measures, opens, weight, normed, whole, eps,
+                                d, bank.stride(0), x_stride, r_stride), (("GATES", measures.shape[1]), ("SHIFTED", shifted)))
     return normed, whole
 
 
 def _outputs(x: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
 tap.LIBRARY.define(f"tap_norm(Tensor x, Tensor residual, {tap.TABLES}, Tensor(c!) measures, Tensor opens, Tensor weight, float eps, "

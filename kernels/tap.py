@@ -14,6 +14,7 @@ from functools import wraps
 import torch
 
 from . import program as P
+from .launch import extent, launch
 
 try:
     import triton
@@ -162,26 +163,14 @@ if triton is not None:
         capture(arena, after, value + other, cols, mask, RATIO)
 
 
-_FEW = 16
-_EARLY = torch.version.cuda is not None and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-
-
-def launch(block: int, rows: int) -> dict[str, int | bool]:
-    """How a kernel of one program a row is launched. From Hopper on it starts while the kernel before it still runs, and
-    waits for that one only when it is on the chip. Few rows are a matter of latency, for which fewer warps are better."""
-    return dict(EARLY=_EARLY, launch_pdl=_EARLY, num_warps=min(8 if rows <= _FEW else 16, max(1, block // 256)))
-
-
 def _launch(edits: bool, wide: bool, x: Tensor, residual: Tensor | None, rows: Tensor, index: Tensor, words: Tensor, numbers: Tensor,
             bank: Tensor, offsets: Tensor, arena: Tensor, measures: Tensor, opens: Tensor) -> None:
-    d = x.shape[-1]
-    flat = x.view(-1, d)
-    other = flat if residual is None else residual.view(-1, d)
-    block = triton.next_power_of_2(d)
-    mia_tap[(flat.shape[0],)](
-        flat, other, rows, index, words, numbers, bank, offsets, arena.view(torch.float32) if wide else arena,
-        measures, opens, d, bank.stride(0), flat.stride(0), other.stride(0), HAS_RESIDUAL=residual is not None, EDITS=edits,
-        GATES=measures.shape[1], RATIO=4 // arena.element_size() if wide else 1, BLOCK=block, **launch(block, len(flat)))
+    d, (n, x_stride) = x.shape[-1], extent(x)
+    other, r_stride = (x, x_stride) if residual is None else (residual, extent(residual)[1])
+    constants = (("HAS_RESIDUAL", residual is not None), ("EDITS", edits), ("GATES", measures.shape[1]),
+                 ("RATIO", 4 // arena.element_size() if wide else 1))
+    launch(mia_tap, n, d, (x, other, rows, index, words, numbers, bank, offsets, arena.view(torch.float32) if wide else arena,
+                           measures, opens, d, bank.stride(0), x_stride, r_stride), constants)
 
 
 def tap_cuda(*args: Tensor | None) -> None:

@@ -13,7 +13,7 @@ from .claims import Claims
 from .reduce import Reducer
 from .ring import Done, Ring
 from .router import Step
-from .store import Store
+from .store import Store, copy
 from .tables import Tables
 from .wire import Reduce, Site
 
@@ -54,8 +54,11 @@ class _Delivery:
     values: Tensor | None = None
 
     def arrive(self, store: Store, values: Tensor) -> None:
-        """Take the values over into memory that stays."""
-        self.values = store.take(len(values), values.dtype).copy_(values)
+        """Take the values over into memory that stays, unless they landed there."""
+        if self.values is None:
+            place = store.take(len(values), values.dtype)
+            copy(place, values)
+            self.values = place
 
 
 @dataclass(slots=True)
@@ -129,7 +132,8 @@ class Courier:
         self._send(step.half, values.view(-1).view(self._tables.arena.dtype), sent)
 
     def _send(self, half: int, source: Tensor, delivery: _Delivery) -> None:
-        left = self._ring.send(source, partial(delivery.arrive, self._store), self._complete)
+        delivery.values = self._store.take_again(len(source), source.dtype)
+        left = self._ring.send(source, partial(delivery.arrive, self._store), self._complete, delivery.values)
         if left is None:
             self.dropped += len(delivery.rows.positions if delivery.step is None else delivery.step.positions)
             return

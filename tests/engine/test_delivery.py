@@ -25,11 +25,12 @@ class SlowRing:
         self.asked = 0
         self.waiting: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = []
 
-    def send(self, source: torch.Tensor, deliver: Callable[[torch.Tensor], None], wait: bool = True) -> object | None:
+    def send(self, source: torch.Tensor, deliver: Callable[[torch.Tensor], None], wait: bool = True,
+             place: torch.Tensor | None = None) -> object | None:
         self.asked += 1
         if not wait and self.asked % 2 == 0:
             return None
-        self.waiting.append((source.clone(), deliver))
+        self.waiting.append((source.clone() if place is None else place.copy_(source), deliver))
         return object()
 
     def wait(self) -> None:

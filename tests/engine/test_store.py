@@ -35,7 +35,8 @@ def test_a_slab_is_used_again_once_nothing_of_it_is_left() -> None:
     address, view = first.data_ptr(), first[:3].view(torch.int32)
     del first
     gc.collect()
-    assert memory.take(1024, torch.float32).data_ptr() != address  # the view still lives
+    other = memory.take(1024, torch.float32)
+    assert other.data_ptr() != address  # the view still lives
     del view
     gc.collect()
     assert memory.take(1024, torch.float32).data_ptr() == address
@@ -58,7 +59,7 @@ def test_memory_that_nobody_uses_is_kept_only_up_to_a_limit(monkeypatch: pytest.
     held = [memory.take(1024, torch.float32) for _ in range(10)]
     held.clear()
     gc.collect()
-    assert sum(map(len, memory._free)) == 3 * 4096
+    assert sum(len(slab.memory) for slab in memory._free) == 3 * 4096
 
 
 def test_threads_may_take_at_once() -> None:
@@ -77,3 +78,40 @@ def test_threads_may_take_at_once() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_rows_land_in_memory_that_was_used_before_and_only_there() -> None:
+    memory = Store()
+    assert memory.take_again(10, torch.float32) is None
+    first = memory.take(1024, torch.float32)
+    address = first.data_ptr()
+    del first
+    gc.collect()
+    again = memory.take_again(512, torch.float32)
+    assert again.data_ptr() == address
+    assert memory.take_again(512, torch.float32).data_ptr() == address + 2048
+    assert memory.take_again(2000, torch.float32) is None  # no slab is as large
+
+
+@pytest.mark.gpu
+def test_memory_that_comes_back_is_pinned() -> None:
+    torch.zeros(1, device="cuda")
+    memory = Store()
+    piece = memory.take(1024, torch.float32)
+    assert not piece.is_pinned()
+    del piece
+    gc.collect()
+    again = memory.take_again(1024, torch.float32)
+    assert again.is_pinned()
+    again.copy_(torch.arange(1024.0, device="cuda"), non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(again, torch.arange(1024.0))
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 4096, 40_001])
+def test_several_threads_copy_what_one_would(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_PIECE_BYTES", 4096)
+    monkeypatch.setattr(store, "_COPIERS", 4)
+    source, target = torch.randn(size), torch.empty(size)
+    store.copy(target, source)
+    assert torch.equal(source, target)
