@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import prompts as prompts_
+from .analyses import Analyses
 from .cache import ActivationCache, Batch
 from .compile import Model
 from .edits import Add, Edit
@@ -21,14 +22,12 @@ from .errors import EditError, MiaError
 from .launch import Engine, EngineRows, read_config
 from .lazy import LazyTensor, human_bytes
 from .models import resolve
-from .points import DERIVED, KINDS, Point, every, kind_of, select
+from .points import DERIVED, KINDS, Point, every, select
 from .prompts import Prompts
 from .selectors import Context
 from .submit import Submitter, has_bos, per_prompt
-from .texts import Texts
 
 if TYPE_CHECKING:
-    from .analysis.judging import Separability
     from .analysis.vectors import Vector
     from .point_table import PointTable
     from .recording import Recording
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 EDIT_KINDS = ("add", "ablate", "clamp", "scale", "replace", "affine", "clampfeature", "attentionbias")
 
 
-class Session(Texts):
+class Session(Analyses):
     """A loaded model that can be read and steered while vLLM serves it.
 
     model: "demo" (the embedded Gemma 3 270M), any Hugging Face id, or a local path.
@@ -221,35 +220,6 @@ class Session(Texts):
         for edit in edits:
             self._submit.check(edit)
         self._defaults = edits
-
-    def vector(self, pairs: Iterable, *, method: str = "mean_diff", point: str = "resid_post", at: Any = -1) -> Vector:
-        """Fit a steering Vector over all tapped layers from (positive, negative) prompts (see Pairs.of), read at position `at`.
-
-        method: "mean_diff", "pca", "pca_centred", "lat", "logistic" or "lda", see analysis/fitting.py. Each layer is scaled to
-        the mean centred norm there, so that an edit's coefficient 1.0 means one such norm.
-        """
-        from .analysis.vectors import fit
-
-        return fit(self, pairs, method, point, at)
-
-    def separability(self, vector: Vector, pairs: Any, *, at: int = -1, draws: int = 1000) -> Separability:
-        """Return how well a vector tells the sides of pairs apart at each of its layers, AUROC with intervals over groups.
-
-        Give it pairs that it was not fitted on: `pairs.split()` keeps some.
-        """
-        from .analysis.judging import judge
-
-        return judge(self, vector, pairs, at, draws)
-
-    def unit(self, point: str = "resid_post") -> torch.Tensor:
-        """Return what coefficient 1.0 stands for at each tapped layer of a kind, `[layer]`: the mean centred norm of the
-        stream over neutral text without BOS. Measured once a model, then read from the cache folder."""
-        from .analysis.units import measure_unit
-
-        kind = kind_of(point)
-        if kind not in self._units:
-            self._units[kind] = measure_unit(self, kind)
-        return self._units[kind]
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
