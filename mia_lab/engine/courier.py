@@ -1,6 +1,7 @@
 """Delivery: captured rows leave the arena with one copy a step and wait on the host, by request and position."""
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -82,12 +83,14 @@ class _Kept:
 class Courier:
     """Copies each step's part of the arena to the host, and hands out rows by (request, absolute position).
 
+    A step's rows leave while the next one runs: sent at once, they would hold up the sampled tokens, which go the same way.
     complete: whether a step waits where the ring has no room; otherwise its rows are dropped, and counted in `dropped`.
     """
 
     def __init__(self, tables: Tables, sites: Sequence[Site], claims: Claims, complete: bool = True) -> None:
         self._tables, self._sites, self._claims, self._reducer = tables, list(sites), claims, Reducer(tables)
         self._store = Store()
+        self._next: deque[tuple[int, Tensor, _Delivery]] = deque()  # what leaves next: its half, its memory on the device
         self._sent: list[_Delivery] = []  # in order; not yet sorted by claim
         self._kept: dict[int, _Kept] = {}
         self._complete, self.dropped = complete, 0
@@ -95,16 +98,17 @@ class Courier:
         self._left: list[torch.cuda.Event | Done | None] = [None, None]  # per half: when its last copy is done
 
     def before_forward(self, step: Step | None) -> None:
-        """Hold the device, not the host, until the half that this step writes has been copied out."""
+        """Let the last step's rows leave, and hold the device, not the host, until the half that this step writes is copied out."""
+        self._send()
         if step is not None and isinstance(self._left[step.half], torch.cuda.Event):
             torch.cuda.current_stream().wait_event(self._left[step.half])
 
     def after_forward(self, step: Step) -> None:
-        """Start the one copy that takes this step's rows off the device; reduced rows leave as what they were reduced to."""
+        """Make ready the one copy that takes this step's rows off the device; reduced rows leave as what they were reduced to."""
         reducing = self._claims.reducing
         reduced = np.isin(step.claims, list(reducing)) if reducing else np.zeros(len(step.claims), bool)
         if not reduced.any():
-            self._send(step.half, self._tables.arena[step.lo : step.hi], _Delivery(step))
+            self._next.append((step.half, self._tables.arena[step.lo : step.hi], _Delivery(step)))
             return
         for some in _runs(step, np.flatnonzero(reduced)):
             self._reduce(step, some, reducing[int(step.claims[some[0]])])
@@ -114,7 +118,7 @@ class Courier:
             strides = np.array([step.layouts[plan].stride for plan in step.plans[some].tolist()])
             rest = replace(step, claims=step.claims[some], positions=step.positions[some], plans=step.plans[some],
                            starts=np.cumsum(strides) - strides)
-            self._send(step.half, torch.cat(pieces), _Delivery(rest))
+            self._next.append((step.half, torch.cat(pieces), _Delivery(rest)))
 
     def _rows_at(self, step: Step, run: np.ndarray) -> Tensor:
         """The values `[rows stride]`, on the device, of rows of one claim and plan that follow one another."""
@@ -129,16 +133,18 @@ class Courier:
         values = torch.cat(found, 1)
         named = _Rows(step.positions[run], cuts, _NOTHING, how.mean, True)
         sent = _Delivery(claim=int(step.claims[run[0]]), rows=named, n=len(values))
-        self._send(step.half, values.view(-1).view(self._tables.arena.dtype), sent)
+        self._next.append((step.half, values.view(-1).view(self._tables.arena.dtype), sent))
 
-    def _send(self, half: int, source: Tensor, delivery: _Delivery) -> None:
-        delivery.values = self._store.take_again(len(source), source.dtype)
-        left = self._ring.send(source, partial(delivery.arrive, self._store), self._complete, delivery.values)
-        if left is None:
-            self.dropped += len(delivery.rows.positions if delivery.step is None else delivery.step.positions)
-            return
-        self._left[half] = left
-        self._sent.append(delivery)
+    def _send(self) -> None:
+        while self._next:
+            half, source, delivery = self._next.popleft()
+            delivery.values = self._store.take_again(len(source), source.dtype)
+            left = self._ring.send(source, partial(delivery.arrive, self._store), self._complete, delivery.values)
+            if left is None:
+                self.dropped += len(delivery.rows.positions if delivery.step is None else delivery.step.positions)
+            else:
+                self._left[half] = left
+                self._sent.append(delivery)
 
     @property
     def congested(self) -> bool:
@@ -147,6 +153,7 @@ class Courier:
 
     def wait(self) -> None:
         """Return once all that was captured is on the host."""
+        self._send()
         self._ring.wait()
 
     def _sort(self) -> None:

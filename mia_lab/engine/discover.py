@@ -8,7 +8,7 @@ mid = pre + attention, post = mid + MLP, final norm(stream) = what the final nor
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -33,7 +33,8 @@ PROBE_TOKENS = 8
 @dataclass(slots=True)
 class Layout:
     """Where a model keeps its points. `absent` says, for each point that a block lacks, why; `carriers` gives, for points
-    that a norm reads next and can carry, that norm."""
+    that a norm reads next and can carry, that norm; `maps`, for heads and neurons, the linear map that makes their branch's
+    output of them."""
 
     n_layers: int
     width: int
@@ -43,6 +44,7 @@ class Layout:
     places: dict[Site, Place] = field(default_factory=dict)
     absent: dict[Site, str] = field(default_factory=dict)
     carriers: dict[Site, Place] = field(default_factory=dict)
+    maps: dict[Site, nn.Module] = field(default_factory=dict)
 
     def put(self, kind: str, layer: int, module: nn.Module, at: Side, shape: tuple[int, ...] = ()) -> None:
         """Note where a point is, and the shape of one row there, by default the stream's."""
@@ -83,7 +85,7 @@ def discover(model: nn.Module, vllm_config: VllmConfig, device: torch.device) ->
     parts = _parts(model, vllm_config)
     recorder = interior.Recorder(interior.watched(model, parts.blocks))
     try:
-        calls, result = _record(model, parts, vllm_config, device)
+        calls, result = _record(model, parts, vllm_config, device, recorder.note)
     finally:
         recorder.remove()
     final, pair = _convention(calls, parts)
@@ -126,8 +128,10 @@ def _parts(model: nn.Module, vllm_config: VllmConfig) -> _Model:
     return _Model(name, model.get_submodule(path.rpartition(".")[0]), list(found), attention, mixers)
 
 
-def _record(model: nn.Module, parts: _Model, vllm_config: VllmConfig, device: torch.device) -> tuple[dict[nn.Module, Call], Tensor]:
-    """Run dummy tokens once, eagerly, with mixers giving random values; return the calls in order, and the model's output."""
+def _record(model: nn.Module, parts: _Model, vllm_config: VllmConfig, device: torch.device,
+            note: Callable[[nn.Module, Tensor], None]) -> tuple[dict[nn.Module, Call], Tensor]:
+    """Run dummy tokens once, eagerly, with mixers giving random values, which are noted; return the calls in order, and the
+    model's output."""
     from vllm.forward_context import set_forward_context
 
     width = vllm_config.model_config.get_hidden_size()
@@ -162,7 +166,7 @@ def _record(model: nn.Module, parts: _Model, vllm_config: VllmConfig, device: to
             hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(after, with_kwargs=True).remove)
         for module in parts.mixers:
-            hooks.enter_context(_random_output(module))
+            hooks.enter_context(_random_output(module, note))
         try:
             result = model(ids, positions)
         except (RuntimeError, NotImplementedError, AttributeError) as error:
@@ -176,7 +180,7 @@ def _record(model: nn.Module, parts: _Model, vllm_config: VllmConfig, device: to
 
 
 @contextmanager
-def _random_output(module: nn.Module) -> Iterator[None]:
+def _random_output(module: nn.Module, note: Callable[[nn.Module, Tensor], None]) -> Iterator[None]:
     """Let a mixer give random values: without blocks of the KV cache it leaves its output as it was allocated."""
     forward, own = module.forward, vars(module).get("forward")
 
@@ -187,7 +191,11 @@ def _random_output(module: nn.Module) -> Iterator[None]:
             for value, old in given:
                 if not torch.equal(value.nan_to_num(), old.nan_to_num()):
                     value.copy_(torch.randn_like(value))
-        return torch.randn_like(output) if isinstance(output, Tensor) else output
+        if not isinstance(output, Tensor):
+            return output
+        random = torch.randn_like(output)
+        note(module, random)
+        return random
 
     module.forward = randomised  # not a hook: vLLM's Transformers backend calls `forward` itself
     try:

@@ -51,6 +51,10 @@ class Recorder:
         seen.is_tuple = isinstance(output, tuple)
         seen.gave = _first(output if seen.is_tuple else (output,))
 
+    def note(self, module: nn.Module, gave: Tensor) -> None:
+        """Note what a module gave whose hooks its caller may pass by."""
+        self.seen.setdefault(module, Seen()).gave = gave.clone()
+
     def remove(self) -> None:
         """Unhook."""
         for hook in self._hooks:
@@ -82,6 +86,7 @@ def add(layout: Layout, blocks: list[nn.Module], attention: set[nn.Module], seen
             else:
                 layout.put(f"{kind}_raw", layer, source, After(seen[source].is_tuple))
         _neurons(layout, layer, sources["mlp_out"], seen)
+        _projection(layout, layer, sources["attn_out"], seen)
     _ends(layout, seen, pre)
 
 
@@ -143,8 +148,21 @@ def _neurons(layout: Layout, layer: int, branch: nn.Module | None, seen: dict[nn
         if _is_linear(module) and module in seen and _same(seen[module].gave, seen[branch].gave):
             names = list(inspect.signature(type(module).forward).parameters)[1:]
             layout.put("mlp_act", layer, module, Before(Arg(0, names[0])), (seen[module].given.shape[-1],))
+            layout.maps["mlp_act", layer] = module
             return
     layout.lack("mlp_act", layer, "no single linear map gives the MLP's output")
+
+
+def _projection(layout: Layout, layer: int, branch: nn.Module | None, seen: dict[nn.Module, Seen]) -> None:
+    """Note the linear map that is given just what the heads gave, and whose output is the branch's."""
+    place = layout.places.get(("z", layer))
+    if branch is None or place is None or place.module not in seen:
+        return
+    for module in branch.modules():
+        if _is_linear(module) and module in seen and _same(seen[module].given, seen[place.module].gave) \
+                and _same(seen[module].gave, seen[branch].gave):
+            layout.maps["z", layer] = module
+            return
 
 
 def _ends(layout: Layout, seen: dict[nn.Module, Seen], pre: Tensor) -> None:

@@ -7,10 +7,11 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from ..errors import PointError, UnsupportedError
-from . import graphs, heads, shared, taps, unembedding
+from ..errors import MissingRowsError, PointError, UnsupportedError
+from . import graphs, heads, lens, shared, splitting, taps, unembedding
 from .adapters import adapter_for, without_lora
 from .claims import Claims
 from .config import EngineOptions, Sizes, refuse_unsupported
@@ -32,7 +33,7 @@ def attach(worker: WorkerBase, options: EngineOptions) -> None:
         load_model(*args, **kwargs)
         lab = Lab(worker, options)
         for name in ("describe", "register", "forget", "fetch", "drop", "unembed", "sample_weights", "recover",
-                     "pattern", "experts", "settle", "readout"):
+                     "pattern", "experts", "settle", "readout", "lens", "split"):
             setattr(worker, f"mia_{name}", getattr(lab, name))
 
     worker.load_model = load_then_tap
@@ -67,6 +68,7 @@ class Lab:
         self._adapter = adapter_for(runner)
         self._adapter.install(self._router, self._courier)
         graphs.install(runner, self._tables, lambda: self._router.needed)
+        self._rows_at_once = max(1, lens.LOGIT_BYTES // (4 * config.model_config.get_vocab_size()))
 
     def _install_taps(self) -> None:
         order = sorted(range(len(self._sites)), key=lambda site: self._sites[site][0] != "embed")  # first where it shares a place
@@ -179,14 +181,62 @@ class Lab:
     def unembed(self, rows: bytes, normed: bool) -> bytes:
         """Return float32 logits `[n d_vocab]` for last-layer stream rows `[n d_model]`, or for rows after the final norm where
         `normed`, given in the model's dtype."""
-        dtype = self._tables.arena.dtype
-        stream = torch.frombuffer(bytearray(rows), dtype=dtype).view(-1, self._layout.width).to(self._tables.device)
+        stream = torch.frombuffer(bytearray(rows), dtype=self._tables.arena.dtype).view(-1, self._layout.width)
+        return self._logits(stream.to(self._tables.device), normed).cpu().numpy().tobytes()
+
+    def _logits(self, stream: torch.Tensor, normed: bool = False) -> torch.Tensor:
+        """Float32 logits `[n d_vocab]` of last-layer stream rows `[n d_model]`, or of rows after the final norm where `normed`."""
         without_lora(self._runner, len(stream))
         if self._layout.final_norm is not None and not normed:
-            norm = self._layout.final_norm
-            stream = getattr(type(norm), "mia_inner", type(norm).forward)(norm, stream)
-            stream = stream[0] if isinstance(stream, tuple) else stream
-        return self._model.compute_logits(stream).float().cpu().numpy().tobytes()
+            stream = unembedding.apply_norm(self._layout.final_norm, stream)
+        return self._model.compute_logits(stream).float()
+
+    @torch.inference_mode()
+    def lens(self, uids: Sequence[str], at: Sequence[Sequence[int]], sites: Sequence[Site], before: bool, top: Site, k: int,
+             tokens: Sequence[int] | None, shifts: Sequence[str | None]) -> tuple[bytes | str, bytes | str]:
+        """Return what the streams captured at `sites` would say next at requests' positions `at`, by the model's own end:
+        float32 and int64 values as `lens.read` gives them, rows of one request after those of another (see `shared.put`).
+
+        top: the point that the model's own logits come from. shifts: for each site the address of an affine map before it.
+        """
+        if not self._layout.has_unembedding:
+            raise UnsupportedError("this model transforms its hidden states after the final norm, so a stream has no logits of its own")
+        streams = [self._picked(uids, tuple(site), at, before) for site in sites]
+        maps = [None if sha is None else self._tables.vectors[sha] for sha in shifts]
+        values, places = lens.read(self._picked(uids, tuple(top), at, False), streams, maps, k, tokens, self._rows_at_once, self._logits,
+                                   lambda rows: self._logits(rows, top[0] == "final_norm"), self._tables.device)
+        return shared.put(values.cpu()), shared.put(places.cpu())
+
+    def split(self, uids: Sequence[str], kind: str, layer: int, at: Sequence[Sequence[int]], before: bool,
+              parts: Sequence[int] | None) -> tuple[int, bytes | str]:
+        """Return what each head ("z") or neuron ("mlp_act") adds to the stream at requests' positions `at`, and, last, what none
+        of them does: how many parts that is, and float32 `[row part d_model]`, rows of one request after those of another."""
+        branch = {"z": "attn_out", "mlp_act": "mlp_out"}[kind]
+        linear = self._layout.maps.get((kind, layer))
+        if linear is None or (branch, layer) not in self._layout.places:
+            why = self._layout.absent.get((branch, layer), "no one linear map makes of them what the block adds")
+            raise UnsupportedError(f"{kind} of layer {layer} cannot be told apart in the stream: {why}")
+        if getattr(self._runner, "lora_config", None) is not None:
+            raise UnsupportedError("this engine runs LoRA adapters, which change how parts add up; load without enable_lora")
+        norm = self._layout.places[branch, layer].module if (f"{branch}_raw", layer) in self._layout.places else None
+        x = self._picked(uids, (kind, layer), at, before).to(self._tables.device)
+        found = splitting.split(x.view(len(x), *self._parts_of(kind, layer)), linear, norm, parts, self._tables.arena.dtype)
+        return found.shape[1], shared.put(found.cpu())
+
+    def _parts_of(self, kind: str, layer: int) -> tuple[int, int]:
+        shape = self._layout.places[kind, layer].shape
+        return shape if len(shape) == 2 else (shape[0], 1)
+
+    def _picked(self, uids: Sequence[str], site: Site, at: Sequence[Sequence[int]], before: bool) -> torch.Tensor:
+        """The values `[row width]` of requests' positions, on the host; MissingRowsError where one was never computed."""
+        found = []
+        for i, (uid, places) in enumerate(zip(uids, at)):
+            positions, values = self._courier.rows(uid, self._sites.index(site), before)
+            missing = np.setdiff1d(places, positions)
+            if len(missing):
+                raise MissingRowsError(f"{site[0]}.{site[1]} of prompt {i} lacks position {missing[0]}: it was never computed")
+            found.append(values[torch.from_numpy(np.searchsorted(positions, places))])
+        return torch.cat(found)
 
     @torch.inference_mode()
     def readout(self, tokens: Sequence[int]) -> tuple[bytes, bytes, bool, float]:
