@@ -55,11 +55,10 @@ class _Delivery:
     values: Tensor | None = None
 
     def arrive(self, store: Store, values: Tensor) -> None:
-        """Take the values over into memory that stays, unless they landed there."""
-        if self.values is None:
-            place = store.take(len(values), values.dtype)
-            copy(place, values)
-            self.values = place
+        """Take the values over into memory that stays."""
+        place = store.take(len(values), values.dtype)
+        copy(place, values)
+        self.values = place
 
 
 @dataclass(slots=True)
@@ -139,7 +138,10 @@ class Courier:
         while self._next:
             half, source, delivery = self._next.popleft()
             delivery.values = self._store.take_again(len(source), source.dtype)
-            left = self._ring.send(source, partial(delivery.arrive, self._store), self._complete, delivery.values)
+            if delivery.values is None:
+                left = self._ring.send(source, partial(delivery.arrive, self._store), self._complete)
+            else:
+                left = self._ring.land(source, delivery.values)
             if left is None:
                 self.dropped += len(delivery.rows.positions if delivery.step is None else delivery.step.positions)
             else:

@@ -20,8 +20,8 @@ Tensor = torch.Tensor
 class Ring:
     """A buffer on the host, used round and round, and the thread that empties it in order.
 
-    size: values of `dtype`. What is sent is handed to `deliver` on that thread once it is on the host, and must not be kept
-    unless it was given a place of its own; an error there is raised by the next call.
+    size: values of `dtype`. What is sent is handed to `deliver` on that thread once it is on the host, and must not be kept;
+    an error there is raised by the next call.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -30,33 +30,32 @@ class Ring:
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._line = _Line()
         self._next = 0
+        self._landed: torch.cuda.Event | Done = Done()
         threading.Thread(target=_empty, args=(self._line,), name="mia-courier", daemon=True).start()
         weakref.finalize(self, self._line.jobs.put, True).atexit = False
 
-    def send(self, source: Tensor, deliver: Callable[[Tensor], None], wait: bool = True,
-             place: Tensor | None = None) -> torch.cuda.Event | Done | None:
+    def send(self, source: Tensor, deliver: Callable[[Tensor], None], wait: bool = True) -> torch.cuda.Event | Done | None:
         """Start copying a flat tensor to the host, and return the event after which its memory may be used again.
 
-        place: where it is to land and stay, past the ring. Where the ring has no room, wait until it has, or else return None.
+        Where the ring has no room, wait until it has, or else return None.
         """
-        if place is not None:
-            return self._start(source, place, 0, 0, 0, deliver)
         size = len(source)
         held = size if size <= len(self._buffer) else 0  # what is larger than the ring gets memory of its own
         if not wait and (self._gap(held) is None or (self.congested and not held)):
             return None
         start = self._room(held)
         place = self._buffer[start : start + size] if held else torch.empty(size, dtype=source.dtype, pin_memory=self._cuda)
-        self._next = start + held
-        return self._start(source, place, start, held, size, deliver)
-
-    def _start(self, source: Tensor, place: Tensor, start: int, held: int, waiting: int,
-               deliver: Callable[[Tensor], None]) -> torch.cuda.Event | Done:
         done = self._copy(source, place)
         with self._line.moved:
-            self._line.held.append(_Piece(start, held, waiting, done, place, deliver))
+            self._next = start + held
+            self._line.held.append(_Piece(start, size, done, place, deliver))
         self._line.jobs.put(None)
         return done
+
+    def land(self, source: Tensor, place: Tensor) -> torch.cuda.Event | Done:
+        """Start copying past the ring, to where it stays; it is there when `wait` has returned, or the event returned has come."""
+        self._landed = self._copy(source, place)
+        return self._landed
 
     def _copy(self, source: Tensor, place: Tensor) -> torch.cuda.Event | Done:
         if not self._cuda:
@@ -75,12 +74,13 @@ class Ring:
     def congested(self) -> bool:
         """Whether more than half of the ring waits to be emptied."""
         with self._line.moved:
-            return 2 * sum(piece.waiting for piece in self._line.held) > len(self._buffer)
+            return 2 * sum(piece.size for piece in self._line.held) > len(self._buffer)
 
     def wait(self) -> None:
         """Return once all that was sent is delivered."""
         self._line.jobs.put(None)
         self._wait_for(lambda: not self._line.held)
+        self._landed.synchronize()
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         line = self._line
@@ -96,7 +96,7 @@ class Ring:
 
     def _gap(self, size: int) -> int | None:
         with self._line.moved:
-            oldest = next((piece.start for piece in self._line.held if piece.held), None)
+            oldest = self._line.held[0].start if self._line.held else None
         if oldest is None:
             return 0
         if self._next <= oldest:
@@ -115,12 +115,10 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Something on its way: where it begins in the ring and how much of it it holds, how much is to be moved on, when it
-    is there, and what becomes of it."""
+    """Something on its way: where it begins in the ring, its size, when it is there, and what becomes of it."""
 
     start: int
-    held: int
-    waiting: int
+    size: int
     done: torch.cuda.Event | Done
     place: Tensor
     deliver: Callable[[Tensor], None]
