@@ -29,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     bench.add_argument("--layers", type=int, help="cut a shape to so many blocks")
     bench.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="vLLM options for both engines")
     bench.add_argument("--session", type=json.loads, default={}, metavar="JSON", help="Session arguments for the tapped one")
+    bench.add_argument("--peers", action="store_true", help="also run other tools on the same work, those that are installed")
     bench.add_argument("--out", type=Path, default=Path("overhead.json"), help="raw figures; a plot goes beside it")
     args = parser.parse_args(argv)
     try:
@@ -61,12 +62,12 @@ def _card(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from .bench import machine, report
+    from .bench import machine, peers, report
     from .bench.cases import Work
     from .bench.overhead import Pair
 
     works = [Work(batch, *args.tokens) for batch in args.batch]
-    about, facts, rows = machine.about(), [], []
+    about, facts, rows, others = machine.about(), [], [], []
     for model in args.model:
         pair = Pair.load(model, args.engine, works, args.layers, **args.session)
         facts.append(pair.facts())
@@ -75,8 +76,11 @@ def _bench(args: argparse.Namespace) -> int:
             for row in pair.measure(work, args.rounds, args.case, args.profile):
                 rows.append(row)
                 print(report.text([row]).splitlines()[-1], flush=True)
+            for found in peers.measure(pair, work, args.rounds, list(peers.installed())) if args.peers else ():
+                others.append(found)
+                print(report.describe_peer(found), flush=True)
         pair.close()
-        report.save(args.out, about, facts, rows)
+        report.save(args.out, about, facts, rows, others)
     report.plot(args.out.with_suffix(".png"), rows)
     return 0
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mia_lab import cli
-from mia_lab.bench import report
-from mia_lab.bench.cases import Work, cases
+from mia_lab.bench import peers, report
+from mia_lab.bench.cases import Steering, Work, cases
 from mia_lab.bench.drive import METRICS, drive
 from mia_lab.bench.overhead import Facts, Figure, Pair, Row
 from mia_lab.errors import ProofError
@@ -121,13 +121,37 @@ def test_rows_that_are_missing_or_another_s_prove_nothing(pair: Pair, spoil: str
 
 
 @pytest.mark.full
+def test_a_peer_runs_in_a_process_of_its_own_in_turn_with_native(pair: Pair) -> None:
+    (row,) = peers.measure(pair, WORK, 2, ["vllm"])
+    assert (row.peer, row.case, row.model) == ("vllm", "idle", "tiny") and row.version == peers.installed()["vllm"]
+    assert 0.2 < row.seconds.ratio < 5  # it is the same engine on the same work
+    assert f"vllm {row.version}, batch 4, 24+12 tokens, idle" in report.describe_peer(row)
+
+
+@pytest.mark.full
+def test_a_peer_that_did_not_do_what_is_timed_is_found_out(pair: Pair) -> None:
+    steering = Steering(pair.session, 1)
+    with pytest.raises(ProofError, match="was to say token"):
+        peers._prove("x", "steer one layer", WORK, [[3] * 12], None, steering, pair)
+    said = steering.tokens * 12
+    peers._prove("x", "steer one layer", WORK, [said], None, steering, pair)
+    with pytest.raises(ProofError, match="no rows"):
+        peers._prove("x", "capture every token, one layer", WORK, [said], torch.zeros(3, 256), steering, pair)
+    random = torch.randn(35, 256)
+    with pytest.raises(ProofError, match="do not lead"):
+        peers._prove("x", "capture every token, one layer", WORK, [said], random, steering, pair)
+
+
+@pytest.mark.full
 def test_the_command_prints_the_card_and_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "found.json"
-    options = ["--batch", "2", "--tokens", "8", "4", "--rounds", "1", "--layers", "2", "--case", "idle", "--engine", json.dumps(TINY)]
+    options = ["--batch", "2", "--tokens", "8", "4", "--rounds", "1", "--layers", "2", "--case", "idle", "--peers",
+               "--engine", json.dumps(TINY)]
     assert cli.main(["bench", "tiny", "--out", str(out), *options]) == 0
     assert "tiny, 2 layers: taps hold" in capsys.readouterr().out
     saved = json.loads(out.read_text())
     assert saved["rows"][0]["case"] == "idle" and saved["machine"]["vllm"]
+    assert {row["peer"] for row in saved["peers"]} == set(peers.installed())
     assert out.with_suffix(".png").exists()
 
 

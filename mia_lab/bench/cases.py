@@ -69,11 +69,15 @@ class Steering:
         """One addition at the last layer, which makes every token `tokens[i]`."""
         return [Add(self._far[i], 1.0, [self._last])]
 
-    def every_layer(self) -> list[Edit]:
-        """An addition at each layer, which makes every token `tokens[0]`."""
+    def rows(self) -> torch.Tensor:
+        """What to add at each layer `[layer d_model]` to make every token `tokens[0]`."""
         rows = self._small.clone()
         rows[self._last] = self._far[0]
-        return [Add(rows, 1.0, range(len(rows)))]
+        return rows
+
+    def every_layer(self) -> list[Edit]:
+        """An addition at each layer, which makes every token `tokens[0]`."""
+        return [Add(self.rows(), 1.0, range(self._last + 1))]
 
 
 def cases(session: Session, work: Work) -> list[Case]:
@@ -131,7 +135,7 @@ def _captured(name: str, session: Session, work: Work, asked: Sequence[Point], e
             if found.tolist() != list(positions) or not rows.isfinite().all():
                 raise ProofError(f"{name}: request {request} gave rows {found.tolist()[:8]} for positions {positions}")
             said = run.outputs[request].outputs[0].token_ids[: len(found)]
-            _lead_to(session.unembed(rows[-len(said):]), said, name)
+            lead_to(session.unembed(rows[-len(said):]), said, name)
         return work.batch * len(positions) * sum(session._engine.row_bytes((p.kind, p.layer)) for p in asked)
 
     return Case(name, lambda prompts: _run(session, work, prompts, takes=takes), prove)
@@ -163,7 +167,7 @@ def _undelivered(session: Session, work: Work) -> list[Case]:
     return [Case(f"capture every token, {len(kinds)} kinds of point, on the device", run, prove)]
 
 
-def _lead_to(logits: torch.Tensor, said: Sequence[int], name: str) -> None:
+def lead_to(logits: torch.Tensor, said: Sequence[int], name: str) -> None:
     """ProofError unless each row's token is what its logits `[rows d_vocab]` lead to, up to the rounding of 16 bits."""
     best = logits.max(-1).values
     lag = best - logits[torch.arange(len(said)), torch.tensor(list(said))]

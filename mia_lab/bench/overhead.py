@@ -92,6 +92,9 @@ class Pair:
     native: Any
     session: Session
     vocab: int
+    path: str
+    engine: dict[str, Any]
+    folder: tempfile.TemporaryDirectory
 
     @classmethod
     def load(cls, model: str, engine: dict[str, Any], work: Sequence[Work], layers: int | None = None, **session: Any) -> Pair:
@@ -101,19 +104,19 @@ class Pair:
         """
         engine = dict(max_model_len=max(w.tokens_in + w.tokens_out for w in work) + 8, max_num_seqs=max(w.batch for w in work),
                       enable_prefix_caching=False, gpu_memory_utilization=0.45) | engine
-        with tempfile.TemporaryDirectory() as folder:
-            path, name = model, model
-            if model in SHAPES:
-                path, tokenizer = map(str, write(model, Path(folder), layers))
-                engine = dict(load_format="dummy", tokenizer=tokenizer, dtype="bfloat16") | engine
-                name = model if layers is None else f"{model}, {layers} layers"
-            else:
-                from ..models import resolve
+        folder = tempfile.TemporaryDirectory()  # lives as long as the pair
+        path, name = model, model
+        if model in SHAPES:
+            path, tokenizer = map(str, write(model, Path(folder.name), layers))
+            engine = dict(load_format="dummy", tokenizer=tokenizer, dtype="bfloat16") | engine
+            name = model if layers is None else f"{model}, {layers} layers"
+        else:
+            from ..models import resolve
 
-                path = resolve(model)
-            native = bare_engine(path, engine)
-            tapped = Session(path, in_process=True, **engine, **session)
-        return cls(name, native, tapped, native.llm_engine.model_config.get_vocab_size())
+            path = str(resolve(model))
+        native = bare_engine(path, engine)
+        tapped = Session(path, in_process=True, **engine, **session)
+        return cls(name, native, tapped, native.llm_engine.model_config.get_vocab_size(), path, engine, folder)
 
     def facts(self) -> Facts:
         """Memory that the taps take, and the KV tokens for which it would have been room."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..lazy import human_bytes
 from .overhead import Facts, Figure, Row
+from .peers import PeerRow
 
 
 def percent(figure: Figure) -> str:
@@ -40,9 +41,16 @@ def describe(facts: Facts) -> str:
             f"of 2 x {facts.arena_rows} rows; that is room for {facts.kv_tokens_lost} tokens of KV cache")
 
 
-def save(path: Path, machine: dict[str, Any], facts: Sequence[Facts], rows: Sequence[Row]) -> None:
+def describe_peer(row: PeerRow) -> str:
+    """One line about a peer's case."""
+    return (f"{row.peer} {row.version}, batch {row.work.batch}, {row.work.tokens_in}+{row.work.tokens_out} tokens, {row.case}: whole run "
+            f"{row.seconds.case:.3f} s, native {row.seconds.native:.3f} s, {percent(row.seconds)} %")
+
+
+def save(path: Path, machine: dict[str, Any], facts: Sequence[Facts], rows: Sequence[Row], peers: Sequence[PeerRow] = ()) -> None:
     """Write all figures as JSON."""
-    path.write_text(json.dumps({"machine": machine, "facts": list(map(asdict, facts)), "rows": list(map(asdict, rows))}, indent=1))
+    path.write_text(json.dumps({"machine": machine, "facts": list(map(asdict, facts)), "rows": list(map(asdict, rows)),
+                                "peers": list(map(asdict, peers))}, indent=1))
 
 
 def plot(path: Path, rows: Sequence[Row]) -> None:
