@@ -35,3 +35,7 @@ class MissingRowsError(MiaError, RuntimeError):
 
 class ClosedError(MiaError, RuntimeError):
     """The session was closed, and the engine with it."""
+
+
+class BundleError(MiaError, ValueError):
+    """A bundle that cannot be read, or that does not do here what it did where it was made."""
