@@ -107,8 +107,8 @@ def verify(path: str | Path, session: Session) -> Verification:
     exact = here == there
     tolerance = _SAME if exact else max(_FLOOR.get(here["dtype"], _FLOOR["bfloat16"]), 2 * max(map(_distance, plain)))
     if tolerance > _CEILING:
-        raise BundleError(f"{bundle.path} cannot be verified here: without any edit the model differs by {tolerance / 2:.3g} nats from what "
-                          f"it said where the bundle was made")
+        raise BundleError(f"{bundle.path} cannot be verified here: without any edit the model differs by {tolerance / 2:.3g} nats from "
+                          f"what it said where the bundle was made")
     for i, one in enumerate(steered):
         if _distance(one) > tolerance or (exact and not one.exact):
             raise BundleError(f"{bundle.path}: golden output {i} differs by {_distance(one):.3g} nats after {one.agreed} of {one.tokens} "
