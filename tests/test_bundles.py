@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mia_lab as mia
+from mia_lab import cli
 from mia_lab.analysis.vectors import Vector
 from mia_lab.bundles import folder
 from mia_lab.bundles.codec import decode_edits, encode
@@ -199,6 +200,22 @@ def test_a_bundle_does_the_same_and_is_verified(session: mia.Session, exported: 
     with session.steer(draw(session.d_model, seed=9), 5.0, layers=[0]):  # open scopes do not enter
         found = mia.verify(exported, session)
     assert found.exact and all(one.exact for one in found.steered) and "token for token" in repr(found)
+
+
+@pytest.mark.full
+def test_the_command_says_what_a_bundle_holds_and_how_another_differs(session: mia.Session, exported: Path, tmp_path: Path,
+                                                                       capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["inspect", str(exported)]) == 0
+    shown = capsys.readouterr().out
+    assert "Add(resid_post.1, coeff=2)" in shown and f"d_model {session.d_model}" in shown and "2 outputs" in shown
+    assert cli.main(["diff", str(exported), str(exported)]) == 0 and "no difference" in capsys.readouterr().out
+    push = mia.Add(draw(session.d_model, seed=1), 2.0, layers=[1])
+    other = mia.export([push], tmp_path / "y.steer.zip", session=session, prompts=PROMPTS, max_tokens=8, provenance={"method": "drawn"})
+    assert cli.main(["diff", str(exported), str(other)]) == 1
+    shown = capsys.readouterr().out
+    assert "(other vectors)" in shown and "drawn" in shown and "golden output 0 is another" in shown
+    assert cli.main(["inspect", str(tmp_path)]) == 1 and "steer.json" in capsys.readouterr().err
+    assert cli.main(["verify", str(tmp_path), "no-such-model"]) == 1  # said before a model is loaded
 
 
 @pytest.mark.full
