@@ -8,8 +8,18 @@ __version__ = "0.1.0"
 
 _HOME = {"Session": "session", "Point": "points", "ActivationCache": "cache", "LazyTensor": "lazy", "Vector": "analysis.vectors",
          "MiaError": "errors", "Recording": "recording", "Pairs": "analysis.pairs", "dataset": "analysis.data",
+         **dict.fromkeys(("combine", "orthogonalise"), "analysis.algebra"), "CosineMap": "analysis.cosines",
+         **dict.fromkeys(("import_vector", "export_vector"), "analysis.importing"), "SparseAutoencoder": "analysis.autoencoder",
          **dict.fromkeys(("Edit", "Add", "Ablate", "Clamp", "Scale", "Replace", "Affine", "ClampFeature", "AttentionBias"), "edits"),
+         **dict.fromkeys(("logit_diff", "log_prob"), "analysis.patching.metrics"), "PatchGrid": "analysis.patching.grids",
+         "LogitLens": "analysis.lens.result", "TunedLens": "analysis.lens.tuned", "LogitAttribution": "analysis.lens.attribution",
          **dict.fromkeys(("Probe", "Gate", "After", "Decay"), "gates"),
+         **dict.fromkeys(("export", "load", "verify", "Bundle"), "bundles.bundle"),
+         "grid": "analysis.sweep.settings", "Sweep": "analysis.sweep.result", "Choice": "analysis.sweep.choice",
+         **dict.fromkeys(("token_odds", "answer_odds", "probe_reading"), "analysis.sweep.metrics"),
+         **dict.fromkeys(("kl", "perplexity", "capability"), "analysis.sweep.side_metrics"),
+         **dict.fromkeys(("sentiment", "matches", "length", "language", "follows", "distinct", "repeats", "scored"),
+                         "analysis.sweep.text_metrics"),
          **dict.fromkeys(("Project", "Norm", "TopK", "SAE", "Mean", "Mass"), "reductions"),
          **dict.fromkeys(("everywhere", "prompt", "generated", "last", "window", "positions", "tokens", "special", "span", "role"),
                          "selectors")}

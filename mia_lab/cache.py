@@ -9,10 +9,11 @@ from typing import Protocol
 
 import torch
 
+from .components import Components
 from .errors import EditError, MissingRowsError, PointError
 from .lazy import LazyTensor, human_bytes
-from .points import DERIVED, Point, parse, undeclared
-from .residual import Readout, Residual
+from .points import DERIVED, Point, kind_of, parse, undeclared
+from .residual import Readout
 
 
 class RowSource(Protocol):
@@ -23,6 +24,9 @@ class RowSource(Protocol):
     def pattern(self, point: Point, prompts: Sequence[int], at: Sequence[Sequence[int]]) -> list[torch.Tensor]: ...
 
     def readout(self, tokens: Sequence[int]) -> Readout: ...
+
+    def split(self, point: Point, prompts: Sequence[int], at: Sequence[Sequence[int]], before: bool = False,
+              parts: Sequence[int] | None = None) -> list[torch.Tensor]: ...
 
     def token_id(self, text: str) -> int: ...
 
@@ -45,6 +49,7 @@ class Batch:
     rotary: bool = False
     before: bool = False
     biased: frozenset[int] = frozenset()  # layers whose attention an edit biased: rebuilt, it would lack the bias
+    normed: bool = False  # an edit acted on the final norm's output, from which logits then come
 
     def point(self, key: object) -> Point:
         """Return the Point that a key names."""
@@ -60,7 +65,7 @@ class Batch:
         return tuple(map(len, self.tokens))
 
 
-class ActivationCache(Residual):
+class ActivationCache(Components):
     """Maps points to lazy tensors `[batch pos d_model]` (heads: `[batch pos head d_head]`), right-padded with NaN;
     `mask [batch pos]` is True on real rows. `cache["pattern", 3]` is `[batch head pos pos]`, rebuilt on the device from
     captured q and k: for a few rows of a long prompt, `Session.capture(..., "pattern")` is the smaller thing to ask for.
@@ -172,9 +177,10 @@ class ActivationCache(Residual):
         self._source = None  # the worker need not hold what is here
         return self
 
-    def stack_activation(self, kind: str) -> torch.Tensor:
-        """Return every held layer of one kind, `[layer batch pos d_model]`."""
-        found = [self[p] for p in self._points if p.kind == kind]
+    def stack_activation(self, activation_name: str, layer: int | None = None) -> torch.Tensor:
+        """Return every held layer of one kind, `[layer batch pos d_model]`, or those of them before `layer`."""
+        kind, last = kind_of(activation_name), self._batch.n_layers if layer in (None, -1) else layer
+        found = [self[p] for p in (Point(kind, i) for i in range(last)) if kind != "logits" and self._has(p)]
         if not found:
             raise undeclared(kind, self._points)
         return torch.stack([t.get() for t in found])

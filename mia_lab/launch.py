@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .directions import digest
 from .engine.config import EngineOptions
 from .engine.shared import take
 from .engine.shutdown import shut_down
@@ -268,6 +269,37 @@ class EngineRows:
         width = self._engine.config.model_config.get_hidden_size()
         vectors, bias, centred, eps = self._call("readout", "the unembedding", list(tokens))
         return Readout(take(vectors, torch.float32).view(-1, width), take(bias, torch.float32), centred, eps)
+
+    def split(self, point: Point, prompts: Sequence[int], at: Sequence[Sequence[int]], before: bool = False,
+              parts: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """Return per request what each part (head or neuron) at a point adds to the stream at its positions `at`, and, last, what
+        none of them does: `[pos part + 1 d_model]` float32. parts: those to return, by default all."""
+        places = [list(at[i]) for i in prompts]
+        size, data = self._call("split", point, [self._uids[i] for i in prompts], point.kind, point.layer, places, before,
+                                None if parts is None else list(parts))
+        rows = take(data, torch.float32).view(sum(map(len, places)), size, -1)
+        return list(rows.split([len(found) for found in places]))
+
+    def lens(self, points: Sequence[Point], at: Sequence[Sequence[int]], top: Point, k: int, tokens: Sequence[int] | None,
+             before: bool = False, shifts: Sequence[torch.Tensor | None] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the streams at `points` would say next at positions `at` of every request, as engine/lens.py gives it:
+        float32 `[point row 2 + k + m]` and int64 `[point row k + 2 m]`, rows of one request after those of another."""
+        vocab = self._engine.config.model_config.get_vocab_size()
+        if not 0 < k <= vocab:
+            raise PromptError(f"the {k} likeliest tokens were asked for; the model knows {vocab}")
+        wrong = [token for token in tokens or () if not 0 <= token < vocab]
+        if wrong:
+            raise PromptError(f"{wrong[0]} is no token id of this model (0 to {vocab - 1})")
+        named = [None if shift is None else digest(shift) for shift in shifts or [None] * len(points)]
+        self._engine.register({sha: shift for sha, shift in zip(named, shifts or []) if sha is not None})
+        values, places = self._call("lens", top, self._uids, [list(found) for found in at], [(p.kind, p.layer) for p in points], before,
+                                    (top.kind, top.layer), k, None if tokens is None else list(tokens), named)
+        shape = (len(points), sum(map(len, at)), -1)
+        return take(values, torch.float32).view(shape), take(places, torch.int64).view(shape)
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token."""
+        return self._engine.tokenizer.decode([token])
 
     def token_id(self, text: str) -> int:
         """Return the id of a text that is one token."""

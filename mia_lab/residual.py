@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .errors import MissingRowsError, PointError
+from .errors import EditError, MissingRowsError, PointError
 from .lazy import LazyTensor
 
 Tensor = torch.Tensor
@@ -97,7 +97,7 @@ class Residual:
             stream = self._stream(self._n_layers)
         else:
             stream = self._float("resid_mid", layer) if mlp_input else self._stream(layer)
-        return read.centre(residual_stack) / read.scale(_cut(stream, pos_slice))
+        return read.centre(residual_stack) / read.scale(cut(stream, pos_slice))
 
     def logit_attrs(self, residual_stack: Tensor, tokens: Any, incorrect_tokens: Any = None, pos_slice: Slice = None) -> Tensor:
         """Return what each part of the stream adds to a token's logit, `[component batch pos]`, or to the difference of two.
@@ -105,20 +105,19 @@ class Residual:
         residual_stack: as `decompose_resid` gives it for all layers, with the same pos_slice. tokens, incorrect_tokens: one token,
         as an id or text, or one a prompt. Logits are those before a soft cap. The parts, and the bias `logit_bias`, sum to the logit.
         """
-        stream = _cut(self._stream(self._n_layers), pos_slice)
+        stream = cut(self._stream(self._n_layers), pos_slice)
         found = 0.0
         for sign, asked in ((1.0, tokens), (-1.0, incorrect_tokens)):
             if asked is not None:
-                ids = self._ids(asked)
-                read = self._readout(ids)
+                read = self._reading(asked)
                 along = read.vectors[:, None] if stream.dim() == 3 else read.vectors  # [batch (pos) d_model]
                 found = found + sign * (read.centre(residual_stack) / read.scale(stream) * along).sum(-1)
         return found
 
     def logit_bias(self, tokens: Any, incorrect_tokens: Any = None) -> Tensor:
         """Return the part of a logit, or of the difference of two, that no part of the stream adds, `[batch]`."""
-        found = self._readout(self._ids(tokens)).bias
-        return found if incorrect_tokens is None else found - self._readout(self._ids(incorrect_tokens)).bias
+        found = self._reading(tokens).bias
+        return found if incorrect_tokens is None else found - self._reading(incorrect_tokens).bias
 
     @property
     def _n_layers(self) -> int:
@@ -135,7 +134,7 @@ class Residual:
 
     def _stacked(self, parts: list[Tensor], labels: list[str], apply_ln: bool, layer: int | None, mlp_input: bool, pos_slice: Slice,
                  return_labels: bool) -> Tensor | tuple[Tensor, list[str]]:
-        stack = torch.stack([_cut(part, pos_slice) for part in parts])
+        stack = torch.stack([cut(part, pos_slice) for part in parts])
         if apply_ln:
             stack = self.apply_ln_to_stack(stack, layer, mlp_input, pos_slice)
         return (stack, labels) if return_labels else stack
@@ -144,6 +143,12 @@ class Residual:
         if self._source is None:
             raise MissingRowsError("the model's unembedding is read from its session, which this cache no longer holds")
         return self._source.readout(ids)
+
+    def _reading(self, tokens: Any) -> Readout:
+        """How the model's end reads one token a prompt."""
+        if self._batch.normed:
+            raise EditError("an edit acts on the final norm's output, after which no part of the stream has a share of a logit")
+        return self._readout(self._ids(tokens))
 
     def _ids(self, tokens: Any) -> list[int]:
         """One token id a prompt."""
@@ -155,6 +160,6 @@ class Residual:
         return [self._source.token_id(token) if isinstance(token, str) else int(token) for token in listed]
 
 
-def _cut(x: Tensor, pos_slice: Slice) -> Tensor:
+def cut(x: Tensor, pos_slice: Slice) -> Tensor:
     """Choose positions of `[batch pos d_model]`; an int drops their axis."""
     return x if pos_slice is None else x[:, list(pos_slice) if isinstance(pos_slice, Sequence) else pos_slice]

@@ -3,10 +3,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..directions import Directions
 from ..errors import EditError
 from ..points import select
 from ..prompts import resolve_at
@@ -15,6 +17,7 @@ from .pairs import Pairs
 
 if TYPE_CHECKING:
     from ..session import Session
+    from .cosines import CosineMap
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +25,8 @@ class Vector:
     """Directions for edits. Coefficient 1.0 adds, at each layer, one mean centred norm of the stream there.
 
     rows `[layer d_model]` float32, already scaled to that norm; raw_norms and unit `[layer]`: the norm before scaling
-    and the norm that 1.0 stands for.
+    and the norm that 1.0 stands for. What is computed from vectors (a sum, a projection) is not scaled again: its raw norm is
+    the unit, and `normalised()` makes it one unit long.
     """
 
     kind: str
@@ -60,16 +64,63 @@ class Vector:
             return NotImplemented
         if (other.kind, other.layers) != (self.kind, self.layers):
             raise EditError(f"cannot add a vector at {other.kind} {list(other.layers)} to one at {self.kind} {list(self.layers)}")
-        return replace(self, rows=self.rows + other.rows, method=f"{self.method}+{other.method}")
+        if self.rows.shape != other.rows.shape or not torch.allclose(self.unit, other.unit, rtol=0.05):
+            raise EditError("cannot add vectors whose coefficient 1.0 stands for different norms; are they of one model?")
+        return replace(self, rows=self.rows + other.rows, raw_norms=self.unit, method=f"{self.method}+{other.method}")
 
     def __sub__(self, other: Vector) -> Vector:
         return self + (-other)
 
+    @property
+    def natural(self) -> Vector:
+        """The directions as long as they were when fitted or imported: there, coefficient 1.0 adds just that raw difference."""
+        return replace(self, rows=self.rows * (self.raw_norms / self.unit)[:, None], raw_norms=self.unit)
+
+    def normalised(self) -> Vector:
+        """The same directions, each one unit long, so that coefficient 1.0 is one mean centred norm. EditError where one is zero."""
+        norms = self.rows.norm(dim=-1)
+        if not (norms > 0).all():
+            raise EditError(f"the vector is zero at layer {self.layers[int((norms > 0).long().argmin())]}; there is no direction to scale")
+        return replace(self, rows=self.rows * (self.unit / norms)[:, None], raw_norms=norms)
+
+    def project_out(self, *others: Directions | torch.Tensor) -> Vector:
+        """Return what is orthogonal, at each layer, to other vectors or tensors `[d]`, taken out together. It is not scaled again,
+        so coefficient 1.0 adds less than before."""
+        from .algebra import orthogonal
+
+        return orthogonal(self, others)
+
+    def projected_on(self, *others: Directions | torch.Tensor) -> Vector:
+        """Return the part within the span of other vectors: what `project_out` takes away, and the two sum to this vector."""
+        from .algebra import within
+
+        return within(self, others)
+
+    def cosine(self, other: Vector | None = None) -> CosineMap:
+        """Return the cosines between the directions at any of its layers and any of another's, or its own."""
+        from .cosines import CosineMap
+
+        return CosineMap.between(self, self if other is None else other)
+
+    def save(self, path: str | Path) -> Path:
+        """Write one safetensors file with everything that `Vector.load` needs; returns its path."""
+        from .formats.own import save
+
+        return save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Vector:
+        """Read what `save` wrote. Files of other tools: `mia.import_vector`."""
+        from .formats.own import load
+
+        return load(path)
+
     def __repr__(self) -> str:
         span = f"layer {self.layers[0]}" if len(self.layers) == 1 else f"{len(self.layers)} layers ({self.layers[0]} to {self.layers[-1]})"
         share = (self.raw_norms / self.unit).tolist()
-        return (f"Vector: {self.method} at {self.kind}, {span}, d_model {self.rows.shape[-1]}\n"
-                f"  raw norm is {min(share):.2g} to {max(share):.2g} of the mean centred norm")
+        length = (f"raw norm is {min(share):.2g} to {max(share):.2g} of the mean centred norm" if any(x != 1.0 for x in share) else
+                  "coefficient 1.0 adds it as it stands")
+        return f"Vector: {self.method} at {self.kind}, {span}, d_model {self.rows.shape[-1]}\n  {length}"
 
 
 def fit(session: Session, pairs: Iterable, method: str, point: str, at: Any) -> Vector:

@@ -22,14 +22,20 @@ def read(top: Tensor, streams: Sequence[Tensor], shifts: Sequence[Tensor | None]
     places: list[list[Tensor]] = []
     placed = [None if shift is None else shift.to(device) for shift in shifts]
     for start in range(0, len(top), step):
-        said = final(top[start : start + step].to(device)).log_softmax(-1)
+        said = log_softmax(final(top[start : start + step].to(device)))
         asked = said.argmax(-1, keepdim=True) if tokens is None else torch.tensor(tokens, device=device).expand(len(said), -1)
-        found = [_summary(logits(_shifted(stream[start : start + step].to(device), shift)).log_softmax(-1), said, k, asked)
+        found = [_summary(log_softmax(logits(_shifted(stream[start : start + step].to(device), shift))), said, k, asked)
                  for stream, shift in zip(streams, placed)]
         values.append([v for v, _ in found])
         places.append([p for _, p in found])
     join = lambda parts: torch.stack([torch.cat(rows) for rows in zip(*parts)])  # noqa: E731
     return join(values), join(places)
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Log-probabilities of float32 logits `[row d_vocab]`. Torch's own, on a CPU, adds up 262 144 terms with an error of 3e-5."""
+    below = logits - logits.amax(-1, keepdim=True)
+    return below - below.exp().sum(-1, keepdim=True).log()  # `sum` adds in pairs
 
 
 def _shifted(rows: Tensor, shift: Tensor | None) -> Tensor:

@@ -1,0 +1,1 @@
+"""Patching: what one run's values do in another run."""

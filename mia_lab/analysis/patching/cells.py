@@ -1,0 +1,146 @@
+"""Many edited runs that each come down to one number, as one continuous batch."""
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...edits import Edit
+from ...engine.wire import Take
+from ...errors import EditError, MissingRowsError
+from ...launch import EngineRows
+from ...points import Point
+from ...prompts import Prompts
+from .metrics import Judge
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+
+    from ...session import Session
+
+Tensor = torch.Tensor
+_TOGETHER, _BYTES = 4096, 256 << 20  # requests handed to the engine at a time, and what their vectors may take on the host
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run: the pair that it belongs to, its prompt, and its edits, which are made when it is submitted."""
+
+    pair: int
+    ids: list[int]
+    edits: Callable[[], list[Edit]]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """values `[job]` float64, NaN for jobs that an interrupt kept from running; prompt tokens in all, and those from the cache."""
+
+    values: Tensor
+    done: int
+    tokens: int
+    cached: int
+    seconds: float
+
+
+def top_point(session: Session) -> tuple[Point, bool]:
+    """The point that logits are rebuilt from, and whether it is after the final norm: there, where open scopes edit it."""
+    normed = any(p.kind == "final_norm" for mine in session._scoped([[]]) for edit in mine for p in edit.steps)
+    return Point("final_norm" if normed else "resid_post", session.n_layers - 1), normed
+
+
+def measure(session: Session, jobs: Sequence[Job], judge: Judge, batch: int | None = None, progress: bool = False) -> Measured:
+    """Run every job and return the metric at its last prompt position. A KeyboardInterrupt keeps what is done.
+
+    batch: jobs handed to the engine at a time at most, by default as many as its tables hold.
+    """
+    values = torch.full((len(jobs),), float("nan"), dtype=torch.float64)
+    top = top_point(session)[0]
+
+    def keep(source: EngineRows, over: list[int], low: int) -> None:
+        part = jobs[low:]
+        values[[low + i for i in over]] = judge(_last_rows(source, top, over, part), [part[i].pair for i in over])
+
+    tally = run(session, jobs, lambda job: [Take(top.kind, top.layer, ((len(job.ids) - 1, len(job.ids)),))], keep, batch, progress)
+    return Measured(values, tally.done, tally.tokens, tally.cached, time.perf_counter() - tally.start)
+
+
+def run(session: Session, jobs: Sequence[Job], takes: Callable[[Job], list[Take]],
+        keep: Callable[[EngineRows, list[int], int], None], batch: int | None, progress: bool) -> Tally:
+    """Run jobs in as large parts as the engine's tables hold, with what each captures.
+
+    keep(rows, over, low) is told of each part which of its jobs are over, counted from job `low` on, also after an interrupt.
+    """
+    tally = Tally(len(jobs), progress, time.perf_counter())
+    size, low = batch or _together(session, jobs), 0
+    try:
+        while low < len(jobs):
+            part = jobs[low : low + size]
+            edits = session._scoped([job.edits() for job in part])
+            read = Prompts.of([job.ids for job in part])
+            try:
+                sampling, uids = session._submit.prepare(read, edits, dict(max_tokens=1, temperature=0.0), list(map(takes, part)))
+            except EditError:  # too much for the engine's tables at once
+                if len(part) == 1:
+                    raise
+                size = len(part) // 2
+                continue
+            source, over = EngineRows(session._engine, uids), []
+            try:
+                for moved in session._engine.steps(read.ids, sampling):
+                    over += [i for i, _ in moved]
+                    tally.add([output for _, output in moved])
+            finally:
+                if over:
+                    keep(source, over, low)
+            low += len(part)
+    except KeyboardInterrupt:
+        print(f"\nmia_lab: interrupted; {tally.done} of {len(jobs)} runs are kept, what needs the others is NaN", file=sys.stderr)
+    if progress and jobs:
+        print(file=sys.stderr)
+    return tally
+
+
+def _together(session: Session, jobs: Sequence[Job]) -> int:
+    """How many jobs to hand over at a time, so that the vectors which their edits do not share take no more than `_BYTES`."""
+    if not jobs:
+        return 1
+    first, last = jobs[0].edits(), jobs[-1].edits()
+    for edit in last:  # before anything runs
+        session._submit.check(edit)
+    own = [edit for edit in last if not any(edit is other for other in first)]
+    size = sum(step.write.nbytes for edit in own for steps in edit.steps.values() for step in steps if step.write is not None)
+    return max(1, min(_TOGETHER, _BYTES // max(size, 1)))
+
+
+@dataclass(slots=True)
+class Tally:
+    """How far a run of jobs is: how many of them are over, their prompt tokens, and those that came from the prefix cache."""
+
+    total: int
+    progress: bool
+    start: float
+    done: int = 0
+    tokens: int = 0
+    cached: int = 0
+
+    def add(self, outputs: Sequence[RequestOutput]) -> None:
+        """Count finished runs, and say how far it is."""
+        self.done += len(outputs)
+        self.tokens += sum(len(output.prompt_token_ids) for output in outputs)
+        self.cached += sum(output.num_cached_tokens or 0 for output in outputs)
+        if self.progress:
+            seconds = time.perf_counter() - self.start
+            print(f"\rmia_lab: {self.done} of {self.total} runs, {seconds:.1f} s", end="", file=sys.stderr, flush=True)
+
+
+def _last_rows(source: EngineRows, top: Point, asked: Sequence[int], jobs: Sequence[Job]) -> Tensor:
+    found = []
+    for i, (positions, rows) in zip(asked, source.rows(top, asked)):
+        if positions.tolist() != [len(jobs[i].ids) - 1]:
+            raise MissingRowsError(f"{top} of a patched run has rows {positions.tolist()}; its prompt ends at {len(jobs[i].ids) - 1}")
+        found.append(rows[0])
+    return torch.stack(found)
