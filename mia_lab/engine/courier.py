@@ -105,8 +105,8 @@ class Courier:
     def after_forward(self, step: Step) -> None:
         """Make ready the one copy that takes this step's rows off the device; reduced rows leave as what they were reduced to."""
         reducing = self._claims.reducing
-        reduced = np.isin(step.claims, list(reducing)) if reducing else np.zeros(len(step.claims), bool)
-        if not reduced.any():
+        reduced = np.isin(step.claims, list(reducing)) if reducing else None
+        if reduced is None or not reduced.any():
             self._next.append((step.half, self._tables.arena[step.lo : step.hi], _Delivery(step)))
             return
         for some in _runs(step, np.flatnonzero(reduced)):

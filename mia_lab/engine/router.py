@@ -71,7 +71,7 @@ class _Batch:
     owner, within, rows, programs, plans: by row of ours, its request, its place among that one's rows and among all, and what
     it does. taken, starts, ends: which of these are captured, and where in the step's part of the arena. Where each request
     has one row, all that holds while the positions are within `since` and `until`. `resting`: until then the
-    table's rows need not even be written again.
+    table's rows need not even be written again. `written`: by half of the arena, what was last written and captured there.
     """
 
     req_ids: list[str]
@@ -92,6 +92,7 @@ class _Batch:
     since: np.ndarray | None = None
     until: np.ndarray | None = None
     resting: bool = False
+    written: dict[int, tuple[np.ndarray, Step]] = field(default_factory=dict)
 
 
 class Router:
@@ -148,7 +149,8 @@ class Router:
         self.gates.before_forward(batch.req_ids, counts, first, input_ids)
         if not same:
             self._look_up(batch, counts, first, single)
-        step = self._write(batch, counts, first)
+        again = same and not batch.moves and self._half in batch.written
+        step = self._again(batch, first) if again else self._write(batch, counts, first)
         batch.resting = single and step is None and not batch.moves
         return step
 
@@ -181,6 +183,7 @@ class Router:
         batch.starts = batch.ends - self._strides[plans]
         batch.layouts = {plan: self._tables.plans[plan] for plan in set(plans.tolist())}
         batch.since = batch.until = None
+        batch.written.clear()
         if single:
             batch.since, batch.until = np.full(len(counts), -1, np.int64), np.full(len(counts), _END, np.int64)
             batch.since[mine], batch.until[mine] = self._flat_starts[segment], self._flat_stops[segment]
@@ -201,7 +204,19 @@ class Router:
         self._send(max(used, self._written))
         self._batch, self._written = batch, used
         self._need(batch.sites)
+        if step is not None:
+            batch.written[step.half] = table[:used].copy(), step
         return step
+
+    def _again(self, batch: _Batch, first: np.ndarray) -> Step:
+        """Write what was written for this half two steps ago, at the positions of now."""
+        (rows, step), position = batch.written[self._half], first[batch.owner]
+        table = self._stage()
+        table[: len(rows)] = rows
+        table[batch.rows, P.POSITION] = position
+        self._send(len(rows))
+        self._half ^= 1
+        return replace(step, positions=position[batch.taken])
 
     def neutralise(self) -> None:
         """Make every row neutral; costs nothing when they are."""

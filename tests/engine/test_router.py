@@ -169,6 +169,22 @@ def test_captures_alternate_between_the_halves_and_other_steps_do_not_count() ->
     assert halves == [0, 1, None, 0, 1]
 
 
+def test_requests_that_go_on_capturing_are_worked_out_once_for_each_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, router = lab()
+    live = {"plain": Request(None, 99), "r": Request(Spec((steer(),), (take(1, ((2, 40),)),)), 99), "s": Request(Spec((), (take(0),)), 99)}
+    admit(router, {req_id: request.spec for req_id, request in live.items()})
+    written, write = [], router._write
+    monkeypatch.setattr(router, "_write", lambda *args: written.append(1) or write(*args))
+    for step in range(8):
+        batch = [("r", 1, 5 + step), ("plain", 1, step), ("s", 1, 20 + step)]
+        check(router, route(router, batch), batch, live)
+        assert router._tables.rows[:3, P.POSITION].tolist() == [5 + step, -1, 20 + step]
+    assert len(written) == 2
+    for batch in [[("r", 1, 13)], [("r", 1, 14), ("s", 1, 28)], [("r", 1, 40), ("s", 1, 29)]]:  # another batch, then a span's end
+        check(router, route(router, batch), batch, live)
+    assert len(written) == 5
+
+
 def test_a_step_that_the_arena_cannot_hold_is_an_error_and_one_that_just_fits_is_not() -> None:
     _, router = lab(captured_tokens=4)
     live = {"r": Request(Spec((), (take(0), take(1), take(2))), 99)}
