@@ -74,7 +74,7 @@ class Components(Residual):
 
         The parts sum to the stream. mlp_input: the stream before that layer's MLP.
         """
-        last = self._n_layers if layer in (None, -1) else layer
+        last = self._until(layer)
         heads, labels, bias = self._heads(last + (mlp_input and last < self._n_layers), pos_slice)
         found = [heads]
         if expand_neurons:
@@ -103,7 +103,7 @@ class Components(Residual):
     def _every(self, kind: str, letter: str, layer: int | None, pos_slice: Slice,
                part_slice: Slice) -> tuple[Tensor, list[str], Tensor]:
         """What each part before a layer adds, its labels, and the sum of what no part adds, `[batch pos d_model]`."""
-        last = self._n_layers if layer in (None, -1) else layer
+        last = self._until(layer)
         stacks, labels, rest = [], [], self._nothing(pos_slice)
         parts = {i: resolve_at(part_slice, self._held_shape(kind, i)[0]) for i in range(last)}
         self._check_room(sum(map(len, parts.values())), rest)
@@ -152,7 +152,7 @@ class Components(Residual):
     def _finished(self, stack: Tensor, labels: list[str], layer: int | None, incl_remainder: bool, pos_slice: Slice, apply_ln: bool,
                   return_labels: bool) -> Tensor | tuple[Tensor, list[str]]:
         if incl_remainder:
-            last = self._n_layers if layer in (None, -1) else layer
+            last = self._until(layer)
             stream = cut(self._stream(last), pos_slice)
             stack, labels = torch.cat([stack, (stream - stack.sum(0))[None]]), [*labels, "remainder"]
         if apply_ln:

@@ -266,6 +266,7 @@ class EngineRows:
 
     def readout(self, tokens: Sequence[int]) -> Readout:
         """Return how the model's final norm and unembedding read some tokens."""
+        self._known(tokens)
         width = self._engine.config.model_config.get_hidden_size()
         vectors, bias, centred, eps = self._call("readout", "the unembedding", list(tokens))
         return Readout(take(vectors, torch.float32).view(-1, width), take(bias, torch.float32), centred, eps)
@@ -287,9 +288,7 @@ class EngineRows:
         vocab = self._engine.config.model_config.get_vocab_size()
         if not 0 < k <= vocab:
             raise PromptError(f"the {k} likeliest tokens were asked for; the model knows {vocab}")
-        wrong = [token for token in tokens or () if not 0 <= token < vocab]
-        if wrong:
-            raise PromptError(f"{wrong[0]} is no token id of this model (0 to {vocab - 1})")
+        self._known(tokens or ())
         named = [None if shift is None else digest(shift) for shift in shifts or [None] * len(points)]
         self._engine.register({sha: shift for sha, shift in zip(named, shifts or []) if sha is not None})
         values, places = self._call("lens", top, self._uids, [list(found) for found in at], [(p.kind, p.layer) for p in points], before,
@@ -307,6 +306,13 @@ class EngineRows:
         if len(ids) != 1:
             raise PromptError(f"{text!r} is {len(ids)} tokens of this model; give one token, or its id")
         return ids[0]
+
+    def _known(self, tokens: Sequence[int]) -> None:
+        """PromptError for an id that the model has no logit for."""
+        vocab = self._engine.config.model_config.get_vocab_size()
+        wrong = [token for token in tokens if not 0 <= token < vocab]
+        if wrong:
+            raise PromptError(f"{wrong[0]} is no token id of this model (0 to {vocab - 1})")
 
     def _call(self, method: str, point: Point | str, *args: Any) -> Any:
         try:

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from .lazy import human_bytes
 from .points import KINDS, Point, ranges
+from .shown import Shown
 
 if TYPE_CHECKING:
     from .show.parts import Table
 
 
-@dataclass(frozen=True, slots=True)
-class PointTable:
+@dataclass(frozen=True, slots=True, repr=False)
+class PointTable(Shown):
     """Every kind of point: TransformerLens name, shape, where it is tapped, bytes a captured token costs."""
 
     data: tuple[dict[str, str], ...]
@@ -40,17 +41,8 @@ class PointTable:
                          "tapped": where, "bytes a token": human_bytes(row_bytes(here[0])) if here else "", "meaning": meaning})
         return cls(tuple(rows))
 
-    def _part(self) -> Table:
+    def _parts(self) -> list[Table]:
         from .show.parts import Table
 
-        return Table(tuple(self.data[0]), tuple(tuple(row.values()) for row in self.data))
+        return [Table(tuple(self.data[0]), tuple(tuple(row.values()) for row in self.data))]
 
-    def __repr__(self) -> str:
-        from .show.text import render
-
-        return render(self._part())
-
-    def _repr_html_(self) -> str:
-        from .show.html import render
-
-        return render(self._part())

@@ -96,9 +96,22 @@ def resolve_at(at: Any, n_prompt: int) -> list[int]:
         elif hasattr(at, "__index__") and not getattr(at, "ndim", 0):
             found = [every[operator.index(at)]]
         else:
-            found = [every[operator.index(p)] for p in at]
+            found = [every[_place(p)] for p in at]
     except (IndexError, TypeError, ValueError):
         raise PromptError(f"at={at!r} does not fit a prompt of {n_prompt} tokens (positions 0 to {n_prompt - 1})") from None
     if not found:
         raise PromptError(f"at={at!r} names no position of a prompt of {n_prompt} tokens")
     return found
+
+
+def _place(at: Any) -> int:
+    """One position of a list; a mask's True and False are none, though Python counts them as 1 and 0."""
+    if isinstance(at, bool) or getattr(at, "dtype", None) == torch.bool:
+        raise TypeError
+    return operator.index(at)
+
+
+def following(tokenizer: Any, text: str) -> list[int]:
+    """A text's tokens as they follow another text, without special ones: some tokenizers put a space before what they are given."""
+    mark, after, alone = (list(tokenizer.encode(part, add_special_tokens=False)) for part in ("\n", "\n" + text, text))
+    return after[len(mark):] if mark and after[: len(mark)] == mark else alone

@@ -2,6 +2,7 @@
 
 Names, labels and shapes are TransformerLens's. Stacks are float32 `[component batch pos d_model]`; padded positions stay NaN.
 What each part adds is exact: no norm is folded into weights, and the final norm's scale is that of the whole stream.
+Under edits of the stream between branches, what these add is in no part, and the parts sum to the stream less that.
 """
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class Residual:
 
         incl_mid: also between attention and MLP; mlp_input: end before that layer's MLP; apply_ln: divide by the final norm's scale.
         """
-        last = self._n_layers if layer in (None, -1) else layer
+        last = self._until(layer)
         labels, parts = [], []
         for i in range(last + 1):
             if i == self._n_layers:
@@ -77,7 +78,7 @@ class Residual:
         """
         if mode not in ("all", "attn", "mlp"):
             raise PointError(f'mode is "all", "attn" or "mlp", not {mode!r}')
-        last = self._n_layers if layer in (None, -1) else layer
+        last = self._until(layer)
         labels, parts = (["embed"], [self._stream(0)]) if incl_embeds else ([], [])
         for i in range(last + (mlp_input and last < self._n_layers)):
             for kind in ("attn", "mlp"):
@@ -93,11 +94,11 @@ class Residual:
         The norm's mean is taken off where it does that; its weight is not applied. By default the final norm's.
         """
         read = self._readout([0])
-        if layer in (None, -1, self._n_layers):
-            stream = self._stream(self._n_layers)
-        else:
-            stream = self._float("resid_mid", layer) if mlp_input else self._stream(layer)
-        return read.centre(residual_stack) / read.scale(cut(stream, pos_slice))
+        last = self._until(layer)
+        whole = self._float("resid_mid", last) if mlp_input and last < self._n_layers else self._stream(last)
+        stream = cut(whole, pos_slice)
+        _fits(residual_stack, stream)
+        return read.centre(residual_stack) / read.scale(stream)
 
     def logit_attrs(self, residual_stack: Tensor, tokens: Any, incorrect_tokens: Any = None, pos_slice: Slice = None) -> Tensor:
         """Return what each part of the stream adds to a token's logit, `[component batch pos]`, or to the difference of two.
@@ -106,6 +107,7 @@ class Residual:
         as an id or text, or one a prompt. Logits are those before a soft cap. The parts, and the bias `logit_bias`, sum to the logit.
         """
         stream = cut(self._stream(self._n_layers), pos_slice)
+        _fits(residual_stack, stream)
         found = 0.0
         for sign, asked in ((1.0, tokens), (-1.0, incorrect_tokens)):
             if asked is not None:
@@ -122,6 +124,14 @@ class Residual:
     @property
     def _n_layers(self) -> int:
         return self._batch.n_layers
+
+    def _until(self, layer: int | None) -> int:
+        """The block that the stream is taken before; the number of blocks for the end. PointError where there is none."""
+        if layer in (None, -1):
+            return self._n_layers
+        if not 0 <= layer <= self._n_layers:
+            raise PointError(f"layer={layer} is no block to stop before; give 0 to {self._n_layers}, or leave it out for the end")
+        return layer
 
     def _float(self, kind: str, layer: int) -> Tensor:
         return self[kind, layer].get().float()
@@ -158,6 +168,13 @@ class Residual:
         if len(listed) != n:
             raise PointError(f"give one token, or one for each of the {n} prompts; these are {len(listed)}")
         return [self._source.token_id(token) if isinstance(token, str) else int(token) for token in listed]
+
+
+def _fits(stack: Tensor, stream: Tensor) -> None:
+    """PointError unless a stack has the stream's prompts and positions, which broadcasting could otherwise mix up."""
+    if stack.shape[1:] != stream.shape:
+        raise PointError(f"the stack is {list(stack.shape)}; here it is [component, {', '.join(map(str, stream.shape))}]: give the "
+                         f"pos_slice= that it was made with")
 
 
 def cut(x: Tensor, pos_slice: Slice) -> Tensor:

@@ -1,6 +1,8 @@
 """Session: one vLLM model with taps. Everything a notebook does starts here."""
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -235,6 +237,12 @@ class Session(Analyses):
     def fingerprint(self) -> str:
         """Identity of the loaded weights: a hash over a sample of each."""
         return self._engine.rpc("sample_weights")
+
+    @cached_property
+    def configuration(self) -> str:
+        """Identity of the configuration that the model runs with, `hf_overrides` and all; not of where it lies."""
+        config = self._engine.config.model_config.hf_config.to_dict() | {"_name_or_path": ""}
+        return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
     @property
     def dropped(self) -> int:

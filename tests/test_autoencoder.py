@@ -47,6 +47,12 @@ def test_features_and_reconstruction_are_sae_lens_s(folder: Path) -> None:
     assert "blocks.2.hook_resid_post" in repr(sae) and sae.n_features == 8
 
 
+def test_a_padded_row_has_no_features_rather_than_features_that_are_off(folder: Path) -> None:
+    sae, x = mia.SparseAutoencoder.load(folder), load_file(folder / "expected.safetensors")["x"]
+    found = sae.encode(torch.cat([x, torch.full((1, 16), torch.nan)]))
+    assert found[-1].isnan().all() and torch.equal(found[:-1], sae.encode(x))
+
+
 def test_a_feature_s_direction_is_its_row_of_the_decoder(folder: Path) -> None:
     sae = mia.SparseAutoencoder.load(folder)
     found = sae.vector(3)

@@ -70,3 +70,19 @@ def test_cosines_are_between_layers() -> None:
     vector = Vector("resid_post", (1, 2, 4), rows, rows.norm(dim=-1), torch.ones(3))
     expected = torch.tensor([[1.0, 0.5**0.5, 0.0], [0.5**0.5, 1.0, -(0.5**0.5)], [0.0, -(0.5**0.5), 1.0]])
     torch.testing.assert_close(cosines(vector), expected)
+
+
+def test_one_group_has_no_interval_and_no_best_layer() -> None:
+    positive, negative, truth = sides(6, 1.0, 0, layers=2)
+    found = separability(positive, negative, truth, [3, 5], ["g"] * 6, draws=5)
+    assert found.auroc.isfinite().all() and found.low.isnan().all() and found.high.isnan().all()
+    with pytest.raises(EditError, match="several groups"):
+        _ = found.best
+
+
+def test_what_has_no_direction_or_no_value_is_not_judged() -> None:
+    positive, negative, truth = sides(6, 1.0, 0, layers=2)
+    with pytest.raises(EditError, match="zero at layer 5"):
+        separability(positive, negative, truth * torch.tensor([[1.0], [0.0]]), [3, 5], list("abcdef"), draws=5)
+    values = torch.tensor([[1.0, 2.0], [float("nan"), 3.0]])
+    assert auroc(values, torch.zeros(3, 2)).isnan().tolist() == [True, False]

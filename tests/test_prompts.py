@@ -164,7 +164,8 @@ def test_at_names_positions_of_the_prompt_in_the_order_given(at: Any, expected: 
     assert all(type(p) is int for p in found)
 
 
-@pytest.mark.parametrize("at", [5, -6, [0, 5], [-6], "last", 1.0, True, [None], [[1, 2]], {"a": 1}])
+@pytest.mark.parametrize("at", [5, -6, [0, 5], [-6], "last", 1.0, True, [None], [[1, 2]], {"a": 1}, [True, False],
+                                np.array([True, False]), torch.tensor([False, True])])
 def test_a_position_that_the_prompt_lacks_is_an_error_with_those_it_has(at: Any) -> None:
     with pytest.raises(PromptError) as caught:
         resolve_at(at, 5)

@@ -55,6 +55,13 @@ def test_no_difference_at_all_is_no_evidence() -> None:
     assert (found.mean, found.low, found.high, found.p, found.wrong) == (0.0, 0.0, 0.0, 1.0, 0.0)
 
 
+def test_equal_groups_are_a_sign_test_and_not_certainty() -> None:
+    """Two prompts whose 0 became 1 are no proof, nor are three whose means differ by rounding."""
+    assert estimate([1.0, 1.0], ["a", "b"]).p == 0.5
+    assert estimate([0.1 + 0.2, 0.3, 0.3], ["a", "b", "c"]).p == 0.25
+    assert estimate([-1.0] * 7, list("abcdefg")).p == pytest.approx(stats.binomtest(0, 7).pvalue)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_holm_is_the_closed_test_of_bonferroni(seed: int) -> None:
     """The adjusted p-value of a test is the largest, over all sets of tests that it is in, of the set's size times its least p."""

@@ -10,9 +10,14 @@ import pytest
 import torch
 
 import mia_lab as mia
+from mia_lab.analysis import units
 from mia_lab.analysis.controls import label_shuffled, matched_randoms
-from mia_lab.analysis.sweep.measuring import measure
-from mia_lab.analysis.sweep.settings import BASE, STEERED, Setting, of_vectors
+from mia_lab.analysis.sweep import choice as choosing
+from mia_lab.analysis.sweep.effects import results
+from mia_lab.analysis.sweep.items import Item, Lab
+from mia_lab.analysis.sweep.measuring import Measured, measure
+from mia_lab.analysis.sweep.result import Bench, Sweep
+from mia_lab.analysis.sweep.settings import BASE, STEERED, Placebos, Setting, of_vectors
 from mia_lab.analysis.sweep.trials import Ask, Job, fixed, run
 from mia_lab.errors import EditError, MiaError, PromptError
 
@@ -253,6 +258,12 @@ def test_a_choice_reports_on_prompts_that_it_was_not_made_on(session: mia.Sessio
     (lambda s, v: s.sweep(v, [0.1], PROMPTS, [ODDS], guards=[mia.kl(2, given=9, scored=300)]), EditError, "fewer than the 9 given"),
     (lambda s, v: s.sweep(v, [0.1], PROMPTS, [ODDS], where=mia.span("bc")), EditError, "use metrics of generated texts"),
     (lambda s, v: s.sweep(torch.ones(128), [0.1], PROMPTS, [ODDS]), EditError, "takes a Vector"),
+    (lambda s, v: s.sweep(v, [0.1], PROMPTS, [mia.token_odds([-1], [3])]), PromptError, "-1 is no token id"),
+    (lambda s, v: s.sweep(v, [0.1], [{**row, "no": None} for row in PROMPTS], [mia.answer_odds("yes", "no", columns=True)]), EditError,
+     "the column 'no' is empty"),
+    (lambda s, v: s.sweep(v, [0.1], PROMPTS, [mia.length()], max_tokens=0), EditError, "max_tokens of at least 1"),
+    (lambda s, v: s.sweep(v, [0.1], PROMPTS, [ODDS], placebo_prompts=0), EditError, "each on a prompt or more"),
+    (lambda s, v: s.sweep(v, [0.1], PROMPTS, [ODDS], where=[mia.tokens(1), mia.tokens("1")]), EditError, "are shown alike"),
     (lambda s, v: s.compose({"none": []}, PROMPTS, [ODDS]), EditError, "the recipe 'none' is a list"),
     (lambda s, v: s.sweep(v, [0.1], PROMPTS, [ODDS], **QUIET).best(min_capability=0.9), EditError, "needs mia.capability"),
 ])
@@ -278,3 +289,59 @@ def test_settings_stand_for_each_vector_layer_selector_and_sign() -> None:
     assert len(found) == 1 + 2 * 2 * 2 * 4 and found[0].role == BASE
     assert len({s.label for s in found}) == len(found)
     assert {s.coeff for s in found if s.asked and s.coeff} == {0.1, 0.2, -0.2}
+
+
+# -- choices, from numbers that are given -----------------------------------------------------------------------------
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, effects: list[float], accuracy: tuple[float, float] = (0.8, 0.75)) -> mia.Choice:
+    """The choice of the one setting of a sweep that was good on the select prompts, and does this on the holdout."""
+    settings = [Setting("unsteered", BASE), Setting("v", STEERED, (mia.Add(torch.ones(4), 0.1, [1]),), 1, 0.1, of=((0,), (0,)))]
+    metrics = [mia.scored(len, name="effect"), mia.capability(2)]
+
+    def measured(effects: list[float], accuracy: tuple[float, float]) -> Measured:
+        values = {"effect": torch.tensor([[0.0] * len(effects), effects]).double(),
+                  "capability": torch.tensor(accuracy)[:, None].expand(2, 2)}
+        return Measured(values, {"effect": tuple(map(str, range(len(effects)))), "capability": ("p", "q")}, {}, True)
+
+    def report(lab: Lab, settings: list, *rest: Any) -> Measured:
+        found = measured(effects, accuracy)
+        again = {name: torch.cat([values, -values[1:]]) for name, values in found.values.items()}  # the opposite comes after
+        return replace(found, values=again)
+
+    monkeypatch.setattr(choosing, "measure", report)
+    bench = Bench(Lab(None, (), "select", 1, (None,)), (Item("a", "a"),), 0.0, Placebos((), {}, 1), False)
+    swept = Sweep.of(settings, metrics, measured([1.0 + i / 10 for i in range(12)], (0.8, 0.75)), bench)
+    return swept.best(max_perplexity_ratio=None, min_capability=0.9)
+
+
+def test_two_groups_of_the_holdout_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under no effect, the bootstrap's interval of two groups is above zero one time in four."""
+    few = chosen(monkeypatch, [1.0, 1.2])
+    assert few.setting is not None and few.effect.low > 0 and not few and "not significant" in few.fault
+    assert chosen(monkeypatch, [1.0 + i / 10 for i in range(8)])
+
+
+def test_the_capability_to_keep_is_a_share_of_the_same_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = chosen(monkeypatch, [1.0 + i / 10 for i in range(8)], (0.3, 0.25))
+    assert not lost and lost.fault == "loses too much capability" and lost.capability.mean == pytest.approx(-0.05)
+
+
+def test_the_kl_of_a_choice_is_of_the_metric_that_guards_it() -> None:
+    settings = [Setting("unsteered", BASE), Setting("v", STEERED, of=((0,), (0,)))]
+    metrics = [mia.scored(len, name="effect"), mia.kl(2), mia.kl(2, name="other")]
+    values = {m.name: torch.tensor([[0.0, 0.0], [size, size]]).double() for m, size in zip(metrics, (1.0, 0.1, 0.7))}
+    measured = Measured(values, {m.name: ("p", "q") for m in metrics}, {}, True)
+    mine = results(settings, metrics, measured)[0]
+    costs = choosing._costs(settings, metrics, measured, mine)
+    assert costs["kl"].mean == mine.kl == pytest.approx(0.1) and costs["side"]["other"].mean == pytest.approx(0.7)
+
+
+@pytest.mark.full
+def test_a_unit_is_of_the_model_as_it_was_configured(open_tiny: Callable[..., Any]) -> None:
+    """Equal weights under another configuration have other activations, and must not be given the kept unit."""
+    options = dict(points=["resid_post"], max_model_len=256, max_num_seqs=16, block_size=32, enforce_eager=True)
+    plain = open_tiny("llama", **options).unit("resid_post")
+    other = open_tiny("llama", **options, hf_overrides={"rms_norm_eps": 5.0})
+    torch.testing.assert_close(other.unit("resid_post"), units._measure(other, "resid_post"))
+    assert not torch.allclose(other.unit("resid_post"), plain, rtol=0.1)

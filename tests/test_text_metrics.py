@@ -3,15 +3,19 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
+import pandas
 import pytest
 import torch
+from tokenizers import Tokenizer, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 import mia_lab as mia
 from mia_lab.analysis.data import rows
 from mia_lab.analysis.sweep.checks import language_of, passes
-from mia_lab.analysis.sweep.items import Item, check_of, divide, framed, read_items
+from mia_lab.analysis.sweep.items import Item, Lab, check_of, divide, framed, read_items
 from mia_lab.analysis.sweep.side_metrics import rotated
 from mia_lab.analysis.sweep.trials import Ask, Outcome
 from mia_lab.errors import EditError, PromptError
@@ -92,6 +96,8 @@ def test_sentiment_is_vader_s() -> None:
 def test_repetition_is_seen_and_short_texts_have_none() -> None:
     assert score(mia.repeats(2), "a b a b a b") == pytest.approx(3 / 5)
     assert score(mia.distinct(2), "a b a b a b") == pytest.approx(2 / 5)
+    for loop in ("!!!!!!!!!!!!", "1 2 1 2 1 2 1 2 1 2", "... ... ... ..."):
+        assert score(mia.repeats(), loop) > 0.6 and score(mia.distinct(), loop) < 0.3
     assert (score(mia.repeats(), "one two three"), score(mia.distinct(4), "one two three")) == (0.0, 1.0)
 
 
@@ -166,6 +172,11 @@ def test_prompts_are_divided_by_whole_groups() -> None:
         divide(read_items(["a", "b", "c"]))
     with pytest.raises(EditError, match="it needs a prompt"):
         read_items([{"text": "a"}])
+    frame = {"prompt": ["a", "b"], "group": ["x", "y"]}
+    for wrong in (frame, pandas.DataFrame(frame), [5, 6, 7], "a"):
+        with pytest.raises(EditError, match="prompt"):
+            read_items(wrong)
+    assert [item.group for item in read_items([{"prompt": "a", "group": float("nan")}, {"prompt": "b", "group": 1}])] == ["'a'", "1"]
 
 
 def test_a_system_prompt_stands_before_what_there_is() -> None:
@@ -183,3 +194,15 @@ def test_a_grid_is_even_and_its_middle_is_zero(arguments: tuple, expected: float
     assert len(found) == arguments[2] and (found[0], found[-1]) == arguments[:2]
     assert all(b - a == pytest.approx(expected) for a, b in pairwise(found))
     assert len(found) == 1 or 0.0 in found
+
+
+def test_an_answer_has_the_tokens_that_follow_a_prompt() -> None:
+    """Tokenizers such as Llama 2's put a space before whatever they are given; it must not come between a prompt and its answer."""
+    words = ["<unk>", "▁", "\n", "a", "Paris", "▁Paris"]
+    made = Tokenizer(models.Unigram([(word, -1.0) for word in words], unk_id=0))
+    for prefix, spaced in (([normalizers.Prepend("▁")], [1, 5]), ([], [5])):
+        made.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+        assert tokenizer.encode(" Paris") == spaced
+        lab = Lab(SimpleNamespace(tokenizer=tokenizer), (), "select", 1, (None,))
+        assert lab.tokens(" Paris") == [5] and lab.tokens("Paris") == [4] and lab.tokens("a Paris") == [3, 5]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -140,6 +141,12 @@ def test_heads_are_an_axis(session: mia.Session, model: Any) -> None:
     torch.testing.assert_close(ours.get(), theirs(model, session.to_tokens(PROMPT), body, heads=True), rtol=1e-4, atol=1e-4)
 
 
+def test_any_integer_drops_its_axis(session: mia.Session) -> None:
+    with session.trace(PROMPT) as t:
+        found = [t["resid_post", LAYER][:, place].save() for place in (3, np.int64(3), torch.tensor(3))]
+    assert all(x.shape == (1, WIDTH) and torch.equal(x.get(), found[0].get()) for x in found)
+
+
 def test_prompts_of_mixed_lengths_have_their_own_last_position(session: mia.Session, model: Any) -> None:
     with session.trace([PROMPT, LONGER]) as t:
         t.layers[LAYER].output[:, -1] += V
@@ -247,6 +254,7 @@ REFUSED = [
     (lambda h: h[:, 99], "does not fit"), (lambda h: h[5], "none of the 1 prompts"), (lambda h: h[0][1], "index a value once"),
     (lambda h: h.assign(torch.ones(3)), r"shape \[3\] does not fit"), (lambda h: h.assign(V * float("nan")), "NaN"),
     (lambda h: h[:, [1, 1]].assign(V), "twice"), (lambda h: (h * 2).save(), "save the value itself"),
+    (lambda h: h[None], "None"), (lambda h: h[:, torch.arange(9) > 4], "does not fit"), (lambda h: h[[0, 0], 1].assign(ROWS[:2]), "twice"),
 ]
 
 

@@ -62,12 +62,12 @@ class SparseAutoencoder:
         return found
 
     def encode(self, x: Tensor) -> Tensor:
-        """The features `[... feature]` of values `[... d]`, float32."""
+        """The features `[... feature]` of values `[... d]`, float32; NaN for rows of NaN, which padding is."""
         before = x.float() @ self.encoder + self.bias
+        off = before <= self.threshold
         if self.k is not None:
-            top = before.topk(self.k, -1)
-            before = torch.full_like(before, -torch.inf).scatter(-1, top.indices, top.values)
-        return torch.where(before > self.threshold, before, 0.0)
+            off |= torch.ones_like(off).scatter(-1, before.topk(self.k, -1).indices, False)
+        return torch.where(off & ~before.isnan(), 0.0, before)
 
     def decode(self, features: Tensor) -> Tensor:
         """The values `[... d]` that features `[... feature]` stand for."""

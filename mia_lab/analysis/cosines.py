@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import EditError
+from ..shown import Shown
 from .vectors import Vector
 
 if TYPE_CHECKING:
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 _LOUD = 0.5
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CosineMap:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class CosineMap(Shown):
     """The cosine of each row's direction to each column's, `values [row column]` float32.
 
     rows, columns: (name, layer). loud: the largest share of a direction's squared norm that one dimension holds; above one half,
@@ -70,16 +71,6 @@ class CosineMap:
         body = tuple((f"{name} {layer}", *(f"{c:+.2f}" for c in row)) for (name, layer), row in zip(self.rows, self.values.tolist()))
         note = [Prose(f"One dimension holds {self.loud:.0%} of a direction's squared norm: cosines here say little else.")]
         return [Table(header, body, "cosine"), *(note if self.loud > _LOUD else [])]
-
-    def __repr__(self) -> str:
-        from ..show.text import render
-
-        return render(*self._parts())
-
-    def _repr_html_(self) -> str:
-        from ..show.html import render
-
-        return render(*self._parts())
 
     @property
     def figure(self) -> Figure:

@@ -24,7 +24,8 @@ class Separability:
     """How well a vector's projections tell the sides of pairs apart, per layer.
 
     auroc, low, high `[layer]`: the share of (positive, negative) prompts in the right order, ties counting half, and its 95 %
-    interval from a bootstrap over whole groups. d_prime `[layer]`: the distance of the sides' means in standard deviations.
+    interval from a bootstrap over whole groups, NaN for one group. d_prime `[layer]`: the distance of the sides' means in
+    standard deviations.
     """
 
     layers: tuple[int, ...]
@@ -37,7 +38,9 @@ class Separability:
 
     @property
     def best(self) -> int:
-        """The layer with the highest lower end; choose it on one split and report it on another."""
+        """The layer with the highest lower end; choose it on one split and report it on another. EditError for one group."""
+        if self.n_groups < 2:
+            raise EditError("pairs of one group give no interval to choose a layer by; give pairs of several groups")
         return self.layers[int(self.low.argmax())]
 
     def __repr__(self) -> str:
@@ -48,22 +51,29 @@ class Separability:
 
 
 def auroc(positive: Tensor, negative: Tensor) -> Tensor:
-    """The probability that a positive value exceeds a negative one, ties counting half: `[...]` from `[n ...]` and `[m ...]`."""
+    """The probability that a positive value exceeds a negative one, ties counting half: `[...]` from `[n ...]` and `[m ...]`.
+
+    NaN where a value is.
+    """
     n, m = len(positive), len(negative)
     values = torch.cat([positive, negative]).double().movedim(0, -1).contiguous()  # [... n + m]
     ordered = values.sort(-1).values
     below, upto = (torch.searchsorted(ordered, values, right=right) for right in (False, True))
     ranks = (below + upto + 1).double() / 2  # the mean rank of equal values, from 1 on
-    return (ranks[..., :n].sum(-1) - n * (n + 1) / 2) / (n * m)
+    found = (ranks[..., :n].sum(-1) - n * (n + 1) / 2) / (n * m)
+    return found.masked_fill(values.isnan().any(-1), float("nan"))
 
 
 def separability(positive: Tensor, negative: Tensor, rows: Tensor, layers: Sequence[int], groups: Sequence[str], draws: int = 1000,
                  seed: int = 0) -> Separability:
-    """Judge directions `[layer d]` on rows `[pair layer d]` of both sides, whose pairs belong to `groups`."""
-    unit = rows.double() / rows.double().norm(dim=-1, keepdim=True)
+    """Judge directions `[layer d]` on rows `[pair layer d]` of both sides, whose pairs belong to `groups`. EditError for a zero one."""
+    lengths = rows.double().norm(dim=-1, keepdim=True)
+    if not (lengths > 0).all():
+        raise EditError(f"the vector is zero at layer {layers[int((lengths > 0).long().argmin())]}; it has no direction to judge")
+    unit = rows.double() / lengths
     sides = [(side.double() * unit).sum(-1) for side in (positive, negative)]  # [pair layer]
     found = _resampled(sides, groups, draws, seed)
-    low, high = np.percentile(found.numpy(), [2.5, 97.5], axis=0)
+    low, high = np.percentile(found.numpy(), [2.5, 97.5], axis=0) if len(set(groups)) > 1 else np.full((2, len(layers)), np.nan)
     spread = ((sides[0].var(0) + sides[1].var(0)) / 2).sqrt().clamp(min=1e-30)
     return Separability(tuple(layers), auroc(*sides), torch.from_numpy(low), torch.from_numpy(high),
                         (sides[0].mean(0) - sides[1].mean(0)) / spread, len(positive), len(set(groups)))

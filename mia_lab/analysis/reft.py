@@ -15,7 +15,9 @@ from torch import nn
 from ..edits import Affine
 from ..errors import EditError, MiaError
 from ..points import Point
+from ..prompts import following
 from ..selectors import Selector, positions, prompt, window
+from ..shown import Shown
 from .gradients import blocks_of, reference_model
 
 if TYPE_CHECKING:
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReftFit:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ReftFit(Shown):
     """A trained edit, and what it does to the examples' loss, the mean negative log-probability of an answer's token in nats.
 
     before, after: without the edit and with it, in Hugging Face's model; engine: with it, in the engine. losses: of each step's
@@ -55,16 +57,6 @@ class ReftFit:
         rows = tuple((name, f"{loss:.4f}") for name, loss in losses.items())
         return [Table(("loss, nats a token", ""), rows, f"LoReFT of rank {self.rank} at resid_post {self.layer}, {len(self.losses)} steps "
                                                         f"over {self.n_examples} examples")]
-
-    def __repr__(self) -> str:
-        from ..show.text import render
-
-        return render(*self._parts())
-
-    def _repr_html_(self) -> str:
-        from ..show.html import render
-
-        return render(*self._parts())
 
     @property
     def figure(self) -> Figure:
@@ -156,7 +148,7 @@ def _read(session: Session, examples: Iterable[tuple[Any, Any]], where: Selector
         raise EditError("reft is fitted on (prompt, answer) pairs; there is none" if not listed else "an example is (prompt, answer)")
     found, read = [], session._read([one for one, _ in listed])
     for i, (ids, (_, answer)) in enumerate(zip(read.ids, listed)):
-        tail = session.tokenizer.encode(answer, add_special_tokens=False) if isinstance(answer, str) else [int(t) for t in answer]
+        tail = following(session.tokenizer, answer) if isinstance(answer, str) else [int(t) for t in answer]
         if not tail or len(ids) + len(tail) >= session.max_len:
             raise EditError(f"the answer of example {i} has {len(tail)} tokens after {len(ids)}; the context holds {session.max_len}")
         n = len(ids) + len(tail)

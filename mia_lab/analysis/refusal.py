@@ -16,6 +16,7 @@ import torch
 from ..edits import Ablate, Add
 from ..errors import EditError
 from ..points import Point
+from ..shown import Shown
 from .fitting import mean_difference
 from .pairs import Pairs
 from .vectors import Vector
@@ -40,8 +41,8 @@ class Scores:
     kl: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RefusalSearch:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class RefusalSearch(Shown):
     """Candidates by layer and position, and their scores on the set to select on, all `[layer position]`.
 
     directions `[layer position d_model]`, raw differences; units `[layer]`: what coefficient 1.0 stands for; sites: the kinds of
@@ -108,16 +109,6 @@ class RefusalSearch:
             f"On held-out requests: harmful {held.harmful:+.2f} to {held.bypass:+.2f} without it, harmless {held.harmless:+.2f} to "
             f"{held.induce:+.2f} with it, KL {held.kl:.3f}.")]
         return [about, Table(("layer", "position", "bypass", "induce", "KL", "passes"), body), *late]
-
-    def __repr__(self) -> str:
-        from ..show.text import render
-
-        return render(*self._parts())
-
-    def _repr_html_(self) -> str:
-        from ..show.html import render
-
-        return render(*self._parts())
 
     @property
     def figure(self) -> Figure:

@@ -28,12 +28,12 @@ def neutral_text() -> list[str]:
 def measure_unit(session: Session, point: str) -> torch.Tensor:
     """Return E|h - mean h| over neutral text without BOS at each tapped layer of a kind, `[layer]`.
 
-    Some thousand tokens through the model the first time; kept by a hash of weights and tokens afterwards. PointError
-    when the session taps no layer of that kind.
+    Some thousand tokens through the model the first time; kept by a hash of weights, configuration and tokens
+    afterwards. PointError when the session taps no layer of that kind.
     """
     ids = _neutral_ids(session)
     layers = [p.layer for p in select(point, session.tapped, session.n_layers)]
-    name = hashlib.sha256(repr((session.fingerprint, str(session.dtype), ids)).encode()).hexdigest()[:32]
+    name = hashlib.sha256(repr((session.fingerprint, session.configuration, str(session.dtype), ids)).encode()).hexdigest()[:32]
     path = cache_dir() / "units" / f"{name}-{point}.safetensors"
     known = load_file(path) if path.exists() else {}
     if not all(str(layer) in known for layer in layers):

@@ -75,7 +75,8 @@ def export(edits: Sequence[Edit] | Edit, path: str | Path, *, session: Session, 
         session._submit.check(edit)
     tensors: Tensors = {}
     about = {"edits": encode(edits, tensors, "edits"), "provenance": provenance or {}, "evaluation": evaluation or {},
-             "model": {"name": session.model, "weights": session.fingerprint, "n_layers": session.n_layers, "d_model": session.d_model},
+             "model": {"name": session.model, "weights": session.fingerprint, "configuration": session.configuration,
+                       "n_layers": session.n_layers, "d_model": session.d_model},
              "tokenizer": tokenizer_hash(session.tokenizer),
              "golden": {"environment": environment(session), "outputs": as_json(record(session, edits, prompts, max_tokens))}}
     return folder.write(path, about, tensors)
@@ -129,7 +130,8 @@ def _same_model(bundle: Bundle, session: Session, same_type: bool) -> None:
     for name, here in (("n_layers", session.n_layers), ("d_model", session.d_model)):
         if model.get(name) != here:
             raise BundleError(f"{bundle.path} was made for {model.get('name')} with {name} {model.get(name)}; {session.model} has {here}")
-    if same_type and model.get("weights") != session.fingerprint:
-        raise BundleError(f"{bundle.path} was made with other weights: {model.get('weights')}; {session.model} has {session.fingerprint}")
+    for name, here in (("weights", session.fingerprint), ("configuration", session.configuration)) if same_type else ():
+        if model.get(name) != here:
+            raise BundleError(f"{bundle.path} was made with another model: its {name} are {model.get(name)}, {session.model} has {here}")
     if bundle.about["tokenizer"] != tokenizer_hash(session.tokenizer):
         raise BundleError(f"{bundle.path} was made with another tokenizer")

@@ -111,6 +111,21 @@ def test_what_holds_of_every_grid(session: mia.Session) -> None:
     torch.testing.assert_close(three[0].raw, three[1].raw, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama"], indirect=True)
+def test_heads_are_numbers(session: mia.Session) -> None:
+    for wrong in (True, [False], [-1], [99]):
+        with pytest.raises(EditError, match="does not fit layers with"):
+            session.patch(CLEAN, CORRUPT, "z", heads=wrong, **QUIET)
+
+
+@pytest.mark.parametrize("family", ["llama"], indirect=True)
+def test_a_group_is_named_with_its_step(session: mia.Session) -> None:
+    groups = [slice(None), slice(None, None, 2), slice(1, 5, 3)]
+    assert session.patch(CLEAN, CORRUPT, positions=groups, layers=[1], **QUIET).positions == ("0:", "0::2", "1:5:3")
+    with pytest.raises(PromptError, match="does not fit a prompt"):
+        session.patch(CLEAN, CORRUPT, positions=[[True, False, True]], layers=[1], **QUIET)
+
+
 def test_a_run_patched_with_its_own_values_is_that_run(session: mia.Session) -> None:
     ids = session.to_tokens(CORRUPT)[0].tolist()
     rows = session.capture([ids], at=None)[0]  # [layer pos d_model]

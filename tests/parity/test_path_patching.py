@@ -95,6 +95,33 @@ def test_senders_behind_the_receiver_score_nothing(session: mia.Session) -> None
         session.path_patch(CLEAN, CORRUPT, "logits", "resid_post", **QUIET)
 
 
+@pytest.mark.parametrize("family", ["llama"], indirect=True)
+@pytest.mark.parametrize("kind", ["z", *BRANCHES])
+def test_a_scope_that_edits_a_receiver_is_refused(session: mia.Session, kind: str) -> None:
+    """The receiver's value is recorded without that edit and put in after it, so that the score would be the edit's."""
+    push = mia.Add(torch.ones(WIDTH), 3.0, layers=[2], point=kind, where=mia.everywhere())
+    with session.steer(push):
+        with pytest.raises(EditError, match=rf"{kind}\.2, which is a receiver"):
+            session.path_patch(CLEAN, CORRUPT, [("z", 3), (kind, 2)], "mlp_out", layers=[0], **QUIET)
+        nothing = session.path_patch(CLEAN, CORRUPT, [(kind, 3)], "mlp_out", layers=[0], positions=[0], **QUIET)
+    assert float((nothing.raw - nothing.corrupt).abs().max()) < 1e-4  # what is sent from BOS is the same in both runs
+    session.default([push])
+    try:
+        with pytest.raises(EditError, match="which is a receiver"):
+            session.path_patch(CLEAN, CORRUPT, (kind, 2), "mlp_out", layers=[0], **QUIET)
+    finally:
+        session.default([])
+
+
+def test_the_norm_behind_attention_is_found_by_its_own_name(open_tiny: Callable[..., Any], models: Path) -> None:
+    """In GLM-4, `post_attention_layernorm` is the norm before the MLP."""
+    session = open_tiny("glm4", **OPTIONS)
+    grid = session.attribution_patch(CLEAN, CORRUPT, "attn_out", METRIC, positions=[-1], model=tiny.load(tiny.build("glm4", models)))
+    true = session.patch(CLEAN, CORRUPT, "attn_out", positions=[-1], **QUIET)
+    torch.testing.assert_close(grid.clean, true.clean, rtol=1e-4, atol=1e-4)
+    assert grid.agreement(true)["correlation"] > 0.8
+
+
 @pytest.mark.parametrize(("point", "heads"), [("resid_pre", None), ("resid_post", None), ("attn_out", None), ("mlp_out", None),
                                               ("z", "all")])
 def test_attribution_is_the_slope_of_the_patched_metric(session: mia.Session, model: Any, point: str, heads: Any) -> None:

@@ -96,6 +96,18 @@ def test_the_scale_is_that_of_the_whole_stream(session: mia.Session) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama"], indirect=True)
+def test_a_stack_of_other_positions_is_refused(session: mia.Session) -> None:
+    """Of one prompt, each of these would broadcast to numbers of the wrong scale."""
+    _, cache = session.run_with_cache(PROMPTS[0])
+    last, whole = cache.decompose_resid(pos_slice=-1), cache.decompose_resid()
+    for stack, place in ((last, None), (whole, -1), (whole[0], None), (whole[:, :, :1], None)):
+        with pytest.raises(PointError, match="pos_slice= that it was made with"):
+            cache.logit_attrs(stack, 7, pos_slice=place)
+        with pytest.raises(PointError, match="pos_slice= that it was made with"):
+            cache.apply_ln_to_stack(stack, pos_slice=place)
+
+
+@pytest.mark.parametrize("family", ["llama"], indirect=True)
 def test_what_cannot_be_is_said(session: mia.Session) -> None:
     _, cache = session.run_with_cache(PROMPTS)
     stack = cache.decompose_resid()
@@ -105,6 +117,14 @@ def test_what_cannot_be_is_said(session: mia.Session) -> None:
         cache.logit_attrs(stack, [1, 2, 3])
     with pytest.raises(PromptError, match="give one token, or its id"):
         cache.logit_attrs(stack, "several words of text")
+    for token in (-1, 99_999):
+        with pytest.raises(PromptError, match="is no token id of this model"):
+            cache.logit_attrs(stack, token)
+        with pytest.raises(PromptError, match="is no token id of this model"):
+            session.direct_logit_attribution(PROMPTS[0], token)
+    for take in (cache.decompose_resid, cache.accumulated_resid):
+        with pytest.raises(PointError, match="layer=-2 is no block to stop before"):
+            take(-2)
     one = session.to_str_tokens("b")[-1]
     by_text, by_id = (cache.logit_attrs(stack, token).nan_to_num() for token in (one, int(session.to_tokens("b")[0, -1])))
     assert torch.equal(by_text, by_id)

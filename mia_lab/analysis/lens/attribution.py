@@ -15,6 +15,7 @@ from ...errors import EditError, MiaError, MissingRowsError, PointError, PromptE
 from ...launch import EngineRows
 from ...points import Point, undeclared
 from ...prompts import resolve_at
+from ...shown import Shown
 from ...submit import per_prompt
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ Tensor = torch.Tensor
 _SHOWN = 12
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class LogitAttribution:
+@dataclass(frozen=True, eq=False, slots=True, repr=False)
+class LogitAttribution(Shown):
     """What each of `labels` adds to the logit of `answer`, less that of `wrong` where there is one, after one token of a prompt.
 
     values `[component]` float32; logit_difference: what the model's own stream gives, which they sum to but for `rest`, the
@@ -67,16 +68,6 @@ class LogitAttribution:
         import plotly.graph_objects as go
 
         return go.Figure(go.Bar(x=list(self.labels), y=self.values.tolist()), layout={"title": self._title(), "yaxis": {"title": "logits"}})
-
-    def __repr__(self) -> str:
-        from ...show import text
-
-        return text.render(*self._parts())
-
-    def _repr_html_(self) -> str:
-        from ...show import html
-
-        return html.render(*self._parts())
 
     def _title(self) -> str:
         less = "" if self.wrong is None else f" less {self.wrong!r}"

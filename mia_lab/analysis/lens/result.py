@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...shown import Shown
+
 if TYPE_CHECKING:
     from ...show.parts import Part
 
@@ -14,8 +16,8 @@ Tensor = torch.Tensor
 EMBED = "embed"
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class LogitLens:
+@dataclass(frozen=True, eq=False, slots=True, repr=False)
+class LogitLens(Shown):
     """What the stream after each of `layers` ("embed": before the first block) says next, at `positions` of each prompt.
 
     top `[prompt layer pos k]`: the k likeliest tokens, with top_log_probabilities. entropy, and kl, KL(model || lens), in nats
@@ -70,17 +72,13 @@ class LogitLens:
                            texttemplate="%{text}", zmin=0, zmax=1, colorscale="Blues", colorbar={"title": "probability"})
         return go.Figure(shown, layout={"xaxis": {"title": "after"}, "yaxis": {"title": "layer", "type": "category"}})
 
-    def __repr__(self) -> str:
-        from ...show import text
+    def _parts(self) -> Iterator[Part]:
+        return self._tables(most_layers=len(self.layers), most_positions=48, most_prompts=4)
 
-        return text.render(*self._parts(most_layers=8, most_positions=6, most_prompts=1))
+    def _brief(self) -> Iterator[Part]:
+        return self._tables(most_layers=8, most_positions=6, most_prompts=1)
 
-    def _repr_html_(self) -> str:
-        from ...show import html
-
-        return html.render(*self._parts(most_layers=len(self.layers), most_positions=48, most_prompts=4))
-
-    def _parts(self, most_layers: int, most_positions: int, most_prompts: int) -> Iterator[Part]:
+    def _tables(self, most_layers: int, most_positions: int, most_prompts: int) -> Iterator[Part]:
         from ...show.parts import Prose, Table
 
         first, last, n = self.layers[0], self.layers[-1], len(self.tokens)

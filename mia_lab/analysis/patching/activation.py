@@ -175,7 +175,8 @@ def heads_of(session: Session, points: Sequence[Point], heads: Any) -> list[int 
         raise EditError(f'{points[0].kind} has no heads; type patch(..., point="z", heads="all")')
     fewest = min(shape[0] for shape in shapes)
     found = list(range(fewest)) if isinstance(heads, str) and heads == "all" else [heads] if isinstance(heads, int) else list(heads)
-    if (heads == "all" and len(set(shapes)) > 1) or not found or not all(isinstance(h, int) and 0 <= h < fewest for h in found):
+    named = all(isinstance(h, int) and not isinstance(h, bool) and 0 <= h < fewest for h in found)
+    if (heads == "all" and len(set(shapes)) > 1) or not found or not named:
         raise EditError(f'heads={heads!r} does not fit layers with {sorted({s[0] for s in shapes})} heads; give "all" or a list of them')
     return found
 
@@ -202,7 +203,8 @@ def groups_of(session: Session, pairs: PromptPairs, positions: Any, heads: Any) 
 def _label(session: Session, pairs: PromptPairs, item: Any, groups: Sequence[Group]) -> str:
     """A position with its token in the clean and the corrupt prompt, where these are few; what was asked, for groups."""
     if isinstance(item, slice):
-        return f"{item.start or 0}:{'' if item.stop is None else item.stop}"
+        step = "" if item.step in (None, 1) else f":{item.step}"
+        return f"{item.start or 0}:{'' if item.stop is None else item.stop}{step}"
     if hasattr(item, "__iter__"):
         return str(list(item))
     texts = dict.fromkeys(repr(session.tokenizer.decode([ids[group[0]]])) for side in (pairs.clean, pairs.corrupt)

@@ -32,7 +32,7 @@ _MODULES: dict[str, tuple[tuple[str, ...], str]] = {
     "mlp_out": (("mlp", "block_sparse_moe", "feed_forward"), "out"),
     "z": (("self_attn.o_proj", "attn.c_proj", "self_attn.dense", "self_attn.out_proj", "attn.out_proj", "attention.dense"), "in"),
 }
-_NORMED = {"attn_out": ("post_attention_layernorm", "post_self_attn_layernorm"),
+_NORMED = {"attn_out": ("post_self_attn_layernorm", "post_attention_layernorm"),
            "mlp_out": ("post_feedforward_layernorm", "post_mlp_layernorm")}
 
 

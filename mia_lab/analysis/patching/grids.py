@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import EditError
+from ...shown import Shown
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PatchGrid:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class PatchGrid(Shown):
     """A metric with one place patched at a time.
 
     raw `[pair layer head position]`, without the axes of `heads` or `positions` where these are None: the metric of each run, NaN
@@ -114,22 +115,12 @@ class PatchGrid:
         names = [f"H{label}" if self.positions is None and self.heads is not None else str(label) for label in columns]
         return labels, names, self.scores.reshape(len(labels), len(columns))
 
-    def _table(self) -> Table:
+    def _parts(self) -> list[Table]:
         from ...show.parts import Table
 
         labels, columns, scores = self._rows()
         cells = [["" if value != value else f"{value:.2f}".replace("-0.00", "0.00") for value in row] for row in scores.tolist()]
-        return Table(("", *columns), tuple((label, *row) for label, row in zip(labels, cells)), self._caption())
-
-    def __repr__(self) -> str:
-        from ...show.text import render
-
-        return render(self._table())
-
-    def _repr_html_(self) -> str:
-        from ...show.html import render
-
-        return render(self._table())
+        return [Table(("", *columns), tuple((label, *row) for label, row in zip(labels, cells)), self._caption())]
 
     @property
     def figure(self) -> Figure:

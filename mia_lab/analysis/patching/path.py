@@ -15,7 +15,7 @@ import torch
 
 from ...edits import Edit, Replace
 from ...engine.wire import Take
-from ...errors import MissingRowsError, PointError
+from ...errors import EditError, MissingRowsError, PointError
 from ...launch import EngineRows
 from ...points import Point, parse, select
 from ...selectors import everywhere
@@ -108,6 +108,10 @@ def _receivers(session: Session, asked: Any) -> list[Receiver]:
         found.append(Receiver(point, None if head is None else heads_of(session, [point], [head])[0]))
     if not found:
         raise PointError('no receiver was named; type for example receiver="logits" or receiver=[("z", 9, 3)]')
+    scoped = {p for edit in session._scoped([[]])[0] for p in edit.steps}
+    edited = [end.point for end in found if end.point in scoped]
+    if edited:  # what is recorded there is without that edit, and what is put there comes after it
+        raise EditError(f"an open scope or a default edits {edited[0]}, which is a receiver; type with session.unsteered(): ...")
     return found
 
 

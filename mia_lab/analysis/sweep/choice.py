@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...edits import Add, Edit
 from ...errors import EditError, MiaError
+from ...shown import Shown
 from .effects import Null, Result, results
 from .measuring import Measured, measure
 from .metrics import Metric
@@ -31,20 +32,24 @@ class Rules:
     target: float
     max_perplexity_ratio: float | None
     max_kl: float | None
-    least_capability: float | None  # change of accuracy
+    min_capability: float | None  # share of the unsteered accuracy
 
-    def guards(self, r: Result, capability_name: str | None) -> str:
-        """The first guard that a result breaks, "" for none."""
+    def broken(self, r: Result, capable: str | None, baseline: Mapping[str, float]) -> str:
+        """Why a result is not enough, "" where it is. capable: the metric of accuracy; baseline: the unsteered means on its prompts."""
+        fault = self._guards(r, capable, baseline)
+        fault = fault or ("" if r.p < _ALPHA else f"is not significant after Holm's correction, over {r.effect.groups} groups")
+        return fault or self._beats(r.effect, r.random)
+
+    def _guards(self, r: Result, capable: str | None, baseline: Mapping[str, float]) -> str:
         if self.max_perplexity_ratio is not None and not r.perplexity_ratio <= self.max_perplexity_ratio:
             return f"has a perplexity ratio above {self.max_perplexity_ratio:g}"
         if self.max_kl is not None and not r.kl <= self.max_kl:
             return f"has a KL above {self.max_kl:g}"
-        if self.least_capability is not None and not r.effects[capability_name].mean >= self.least_capability:
+        if self.min_capability is not None and not r.effects[capable].mean >= (self.min_capability - 1.0) * baseline[capable]:
             return "loses too much capability"
         return ""
 
-    def beats(self, effect: Estimate, null: Null | None) -> str:
-        """Why an effect is not enough, "" where it is."""
+    def _beats(self, effect: Estimate, null: Null | None) -> str:
         near = min(self.sign * effect.low, self.sign * effect.high)
         if not near > self.target:
             return f"has an effect whose interval reaches {self.sign * self.target + 0.0:g}"
@@ -53,8 +58,8 @@ class Rules:
         return ""
 
 
-@dataclass(frozen=True, eq=False)
-class Choice:
+@dataclass(frozen=True, eq=False, repr=False)
+class Choice(Shown):
     """A setting chosen on the select prompts; everything below is of the holdout.
 
     effect, kl, perplexity_ratio, capability (change of accuracy), side: estimates over holdout items. random: placebos with the
@@ -128,16 +133,6 @@ class Choice:
         shown = tuple((name, f"{v:.3g}" if isinstance(v, float) else repr(v)) for name, v in rows if v is not None)
         return Prose(f"Choice: {self.setting.label} {verdict} ({self.metric}; {prompts}).{alone}{again}"), Table(("", "mean [95 %]"), shown)
 
-    def __repr__(self) -> str:
-        from ...show.text import render
-
-        return render(*self._parts())
-
-    def _repr_html_(self) -> str:
-        from ...show.html import render
-
-        return render(*self._parts())
-
     @property
     def figure(self) -> Figure:
         """The effect on the holdout, its opposite, and placebos, with intervals."""
@@ -164,15 +159,12 @@ def choose(sweep: Sweep, max_perplexity_ratio: float | None, max_kl: float | Non
         if limit is not None and not any(isinstance(m, kind) for m in sweep.metrics):
             raise EditError(f"this bound needs mia.{kind.__name__.lower()}() among the metrics of the sweep")
     capable = _capability_of(sweep.metrics)
-    least = None if min_capability is None else (min_capability - 1.0) * sweep.baseline[capable]
-    rules = Rules(sides[towards], target, max_perplexity_ratio, max_kl, least)
+    rules = Rules(sides[towards], target, max_perplexity_ratio, max_kl, min_capability)
     reasons: dict[str, int] = {}
     passing = []
     for r in sweep.table:
         why = "" if r.setting.asked else "has a coefficient that was not asked for, there as a control"
-        why = why or rules.guards(r, capable)
-        why = why or ("" if r.p < _ALPHA else f"is not significant after Holm's correction, over {r.effect.groups} groups")
-        why = why or rules.beats(r.effect, r.random)
+        why = why or rules.broken(r, capable, sweep.baseline)
         if why:
             reasons[why] = reasons.get(why, 0) + 1
         else:
@@ -203,7 +195,8 @@ def _report(sweep: Sweep, chosen: Result, rules: Rules, questions: int, reasons:
     sweep.looks.append(setting.label)
     mine = results(settings[:2] + settings[2 + len(opposite):], metrics, _without(measured, 2, len(opposite)))[0]
     flipped = opposite and results(settings[:3:2], metrics[:1], _only(measured, metrics[0].name, [0, 2]))[0].effect
-    fault = rules.guards(mine, _capability_of(metrics)) or rules.beats(mine.effect, mine.random)
+    baseline = {name: float(values[0].mean()) for name, values in measured.values.items()}
+    fault = rules.broken(mine, _capability_of(metrics), baseline)
     return Choice(setting, metrics[0].name, reasons, chosen, mine.effect, mine.random, mine.shuffled, flipped or None,
                   **_costs(settings, metrics, measured, mine), holds=not fault, fault=fault, looks=len(sweep.looks))
 
@@ -213,10 +206,10 @@ def _costs(settings: Sequence[Setting], metrics: Sequence[Metric], measured: Mea
     out: dict[str, Any] = {"side": {}}
     for metric in metrics[1:]:
         found, values = mine.effects[metric.name], measured.values[metric.name]
-        if isinstance(metric, KL):
+        if isinstance(metric, KL) and "kl" not in out:
             placebos = values[[i for i, s in enumerate(settings) if s.role == RANDOM]]
             out |= {"kl": found, "placebo_kl": float(placebos.nanmean()) if len(placebos) else None}
-        elif isinstance(metric, Perplexity):
+        elif isinstance(metric, Perplexity) and "perplexity_ratio" not in out:
             out["perplexity_ratio"] = replace(found, mean=exp(found.mean), low=exp(found.low), high=exp(found.high))
         elif isinstance(metric, Capability):
             out |= {"capability": found, "capability_p": mcnemar(*(values[i] > 0.5 for i in (0, 1)))}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...errors import EditError, PromptError
+from ...prompts import following
 from ...submit import has_bos
 from ..data import rows
 from ..units import neutral_text
@@ -59,8 +60,8 @@ class Lab:
         return [mine[i * len(mine) // n] for i in range(n)]
 
     def tokens(self, text: str) -> list[int]:
-        """A text's tokens, without special ones."""
-        return list(self.session.tokenizer.encode(text, add_special_tokens=False))
+        """A text's tokens as they follow another text, without special ones."""
+        return following(self.session.tokenizer, text)
 
     def continued(self, item: Item, system: str | None, answer: str) -> Ask:
         """A prompt with an answer after it, and the rows from which the answer's tokens are told."""
@@ -92,8 +93,8 @@ def read_items(prompts: Any) -> list[Item]:
 
     A prompt without a group is a group of its own; equal prompts are one group.
     """
-    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
-        raise EditError("prompts is a list of prompts, or a data set whose lines have a prompt")
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable) or hasattr(prompts, "iterrows"):
+        raise EditError("prompts is a list of prompts, or a data set whose lines have a prompt; of a data frame give df.to_dict('records')")
     out = []
     for entry in prompts:
         if isinstance(entry, Item):
@@ -102,7 +103,10 @@ def read_items(prompts: Any) -> list[Item]:
             if "prompt" not in entry:
                 raise EditError(f"a line of prompts has the keys {sorted(entry)}; it needs a prompt")
             name = entry.get("group")
-            out.append(Item(entry["prompt"], repr(entry["prompt"]) if name is None else str(name), dict(entry)))
+            own = name is None or name != name  # a data frame says NaN for none
+            out.append(Item(entry["prompt"], repr(entry["prompt"]) if own else str(name), dict(entry)))
+        elif isinstance(entry, int):
+            raise EditError(f"{entry} is no prompt; a prompt of token ids is a list of them in the list of prompts")
         else:
             out.append(Item(entry, repr(entry)))
     if not out:

@@ -105,6 +105,8 @@ class AnswerOdds(OnPrompts):
             return name
         if name not in item.row:
             raise EditError(f"the prompts have no column {name!r}; there are {sorted(item.row)}")
+        if item.row[name] is None or item.row[name] != item.row[name]:
+            raise EditError(f"the column {name!r} is empty for the prompt {item.prompt!r}")
         return str(item.row[name])
 
 
@@ -137,6 +139,8 @@ def log_probability(outcome: Outcome) -> float:
 
 def _token(lab: Lab, token: int | str) -> int:
     if isinstance(token, int):
+        if token < 0:
+            raise PromptError(f"{token} is no token id")
         return token
     ids = lab.tokens(token)
     if len(ids) != 1:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ...errors import EditError
+from ...shown import Shown
 from .effects import Result, results
 from .items import Item, Lab
 from .measuring import Measured
@@ -34,8 +35,8 @@ class Bench:
     progress: bool
 
 
-@dataclass(frozen=True, eq=False)
-class Sweep:
+@dataclass(frozen=True, eq=False, repr=False)
+class Sweep(Shown):
     """Settings measured on the same prompts. `table` has a Result for each that is complete; the first metric is the effect.
 
     values[metric] `[setting item]`: the numbers themselves, NaN where not measured; the first setting is the unsteered model.
@@ -144,16 +145,6 @@ class Sweep:
         rows = tuple((r.setting.label, repr(r.effect), f"{r.p:.1g}", show(r.random and r.random.limit, ".2g"), show(r.kl, ".3f"),
                       show(r.perplexity_ratio, ".3f"), *(f"{r.effects[name].mean:+.3g}" for name in names)) for r in self.table)
         return (Prose(head), Table(("setting", "effect [95 %]", "p (Holm)", "placebos within ±", "KL", "perplexity ratio", *names), rows))
-
-    def __repr__(self) -> str:
-        from ...show.text import render
-
-        return render(*self._parts())
-
-    def _repr_html_(self) -> str:
-        from ...show.html import render
-
-        return render(*self._parts())
 
     @property
     def figure(self) -> Figure:

@@ -37,6 +37,8 @@ def _run(session: Session, settings: list[Setting], vectors: Mapping[str, Vector
             session._submit.check(edit)
     metrics = _measures(metrics, guards)
     parts = _parts(prompts, select, holdout, seed)
+    if placebos < 0 or placebo_prompts < 1:
+        raise EditError(f"placebos={placebos} with placebo_prompts={placebo_prompts}: give 0 or more placebos, each on a prompt or more")
     if len(seeds) > 1 and not temperature:
         raise EditError("greedy texts are the same for every seed; give a temperature with several seeds")
     lab = Lab(session, tuple(parts[0]), "select", max_tokens, tuple(seeds) if temperature else (None,))

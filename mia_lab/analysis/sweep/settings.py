@@ -156,4 +156,7 @@ def _wheres(where: Any) -> dict[str, Selector]:
     listed = [CONTENT] if where is None else [where] if isinstance(where, Selector) else list(where)
     if not listed or not all(isinstance(selector, Selector) for selector in listed):
         raise EditError("where is a selector, such as mia.generated(), or a list of them")
-    return {"" if selector == CONTENT else f", {selector}": selector for selector in listed}
+    shown = {"" if selector == CONTENT else f", {selector}": selector for selector in listed}
+    if len(shown) < len(set(listed)):
+        raise EditError(f"two of the selectors are shown alike, as {', '.join(map(str, listed))}; sweep them apart")
+    return shown

@@ -14,7 +14,8 @@ class Estimate:
     """A mean with its 95 % interval and the p-value of it being zero; `wrong` is the share of values of the other sign.
 
     The interval is a bootstrap over whole groups, and somewhat narrow for fewer than ten of them. p is of a t-test over the means
-    of groups: a bootstrap's own would be too small for few of them. With fewer than two groups there is neither, and both are NaN.
+    of groups: a bootstrap's own would be too small for few of them. Where all groups are equal it is of a sign test. With fewer than
+    two groups there is neither, and both are NaN.
     """
 
     mean: float
@@ -56,11 +57,12 @@ def _means(sums: np.ndarray, counts: np.ndarray, draws: int, seed: int) -> np.nd
 
 
 def _p_value(means: np.ndarray) -> float:
-    """Two-sided, of a one-sample t-test."""
+    """Two-sided, of a one-sample t-test; of a sign test where the means are equal, for two equal ones leave a t-test no doubt at all."""
     if len(means) < 2:
         return float("nan")
-    if np.ptp(means) == 0:
-        return 1.0 if means[0] == 0 else 0.0
+    largest = np.abs(means).max()
+    if np.ptp(means) <= 1e-9 * largest:
+        return 2.0 ** (1 - len(means)) if largest else 1.0
     from scipy.stats import ttest_1samp
 
     return float(ttest_1samp(means, 0.0).pvalue)

@@ -12,7 +12,7 @@ from statistics import mean
 from typing import Any
 
 from ...errors import EditError
-from .checks import LANGUAGES, passes, words
+from .checks import LANGUAGES, passes
 from .items import Item, Lab, check_of
 from .metrics import OnPrompts
 from .trials import Ask, Outcome
@@ -26,6 +26,8 @@ class OnGenerations(OnPrompts):
 
     def asks(self, lab: Lab, item: Item, system: str | None) -> list[Ask]:
         """One generation a seed."""
+        if lab.max_tokens < 1:
+            raise EditError(f"{self.name} is measured on generated texts; give max_tokens of at least 1, not {lab.max_tokens}")
         ask = lab.prompt(item, system)
         return [replace(ask, max_tokens=lab.max_tokens, seed=seed) for seed in lab.seeds]
 
@@ -83,7 +85,7 @@ def follows(check: dict[str, Any] | None = None, *, name: str = "follows", bette
 
 
 def distinct(n: int = 2, *, name: str = "distinct", better: int = 1) -> OnGenerations:
-    """The share of each text's runs of n words that are different ones; 1 for a text that is shorter.
+    """The share of each text's runs of n words that are different ones; 1 for a text that is shorter. Marks count as words.
 
     Source: Li et al., A diversity-promoting objective function, arXiv 1510.03055.
     """
@@ -95,7 +97,10 @@ def distinct(n: int = 2, *, name: str = "distinct", better: int = 1) -> OnGenera
 
 
 def repeats(n: int = 4, *, name: str = "repeats", better: int = -1) -> OnGenerations:
-    """The share of each text's runs of n words that it has said before; loops bring it to 1. 0 for a text that is shorter."""
+    """The share of each text's runs of n words that it has said before; loops bring it to 1. 0 for a text that is shorter.
+
+    Marks count as words.
+    """
     def judge(text: str, _: Item) -> float:
         runs = _runs(text, n)
         return 1.0 - len(set(runs)) / len(runs) if runs else 0.0
@@ -109,5 +114,5 @@ def scored(function: Callable[[str], float], *, name: str | None = None, better:
 
 
 def _runs(text: str, n: int) -> list[tuple[str, ...]]:
-    found = words(text)
+    found = re.findall(r"\w+(?:['’]\w+)*|[^\w\s]", text.lower())  # a number is a word here, and so is each mark: both occur in loops
     return [tuple(found[i: i + n]) for i in range(len(found) - n + 1)]

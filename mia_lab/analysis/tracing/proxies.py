@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,9 +45,10 @@ class Index:
     def of(cls, key: Any, by_head: bool) -> Index:
         """Read `value[key]`; EditError for anything but prompts, positions and, where there are heads, one head."""
         parts = list(key) if isinstance(key, tuple) else [key]
-        if any(part is Ellipsis or (isinstance(part, (Tensor, Value)) and part.ndim > 1) for part in parts):
-            raise EditError("index by prompt, position and head, as value[:, -1]; masks and ... " + _OTHER)
-        parts = [None if isinstance(p, slice) and p == slice(None) else p.tolist() if isinstance(p, Tensor) else p for p in parts]
+        if any(part is Ellipsis or part is None or (isinstance(part, (Tensor, Value)) and part.ndim > 1) for part in parts):
+            raise EditError("index by prompt, position and head, as value[:, -1]; masks, None and ... " + _OTHER)
+        parts = [None if isinstance(p, slice) and p == slice(None) else p.tolist() if isinstance(p, Tensor) else
+                 int(p) if isinstance(p, Integral) and not isinstance(p, bool) else p for p in parts]
         while len(parts) > 2 and parts[-1] is None:
             parts.pop()
         if len(parts) > 3 or (len(parts) == 3 and not (by_head and isinstance(parts[2], int))):

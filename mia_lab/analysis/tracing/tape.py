@@ -147,6 +147,8 @@ class Tape:
         places = self._places(index)[i]
         if len(set(places)) < len(places):
             raise EditError(f"positions {places} name one place twice")
+        if chosen.count(i) > 1:
+            raise EditError(f"prompts {chosen} name prompt {i} twice")
         where = everywhere() if index.positions is None else at_positions(places)
         at = dict(layers=[write.point.layer], point=write.point.kind, where=where)
         scale = [Scale(write.scale, heads=index.head, **at)] if write.scale != 1.0 else []
