@@ -88,7 +88,7 @@ class Courier:
 
     def __init__(self, tables: Tables, sites: Sequence[Site], claims: Claims, complete: bool = True) -> None:
         self._tables, self._sites, self._claims, self._reducer = tables, list(sites), claims, Reducer(tables)
-        self._store = Store()
+        self._store = Store(tables.device)
         self._next: deque[tuple[int, Tensor, _Delivery]] = deque()  # what leaves next: its half, its memory on the device
         self._sent: list[_Delivery] = []  # in order; not yet sorted by claim
         self._kept: dict[int, _Kept] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -50,21 +51,23 @@ class Slab:
         self.next += -(-size // _ALIGNED) * _ALIGNED
         return self.memory[start : start + size]
 
-    def empty(self) -> None:
-        """Begin anew, in memory that the device can write to at full speed if there is one."""
+    def empty(self, device: torch.device) -> None:
+        """Begin anew, in memory that a GPU can write to at full speed."""
         self.next = 0
-        if not self.pinned and torch.cuda.is_initialized():
-            self.pinned = int(torch.cuda.cudart().cudaHostRegister(self.memory.ctypes.data, len(self.memory), 0)) == 0
+        if device.type == "cuda" and not self.pinned:
+            with torch.cuda.device(device):  # a finaliser's thread may never have chosen one
+                self.pinned = int(torch.cuda.cudart().cudaHostRegister(self.memory.ctypes.data, len(self.memory), 0)) == 0
 
     def __del__(self) -> None:
-        if self.pinned:
+        if self.pinned and not sys.is_finalizing():
             torch.cuda.cudart().cudaHostUnregister(self.memory.ctypes.data)
 
 
 class Store:
-    """Hands out memory cut from large slabs. A slab is used again once all that was cut from it is let go."""
+    """Hands out memory cut from large slabs, for rows of one device. A slab is used again once all that was cut from it is let go."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._lock = threading.RLock()  # a finaliser may run in the midst of a cut
         self._free: list[Slab] = []
         self._open: dict[bool, Slab] = {}  # by whether it was used before: the slab that is being cut
@@ -111,7 +114,7 @@ class Store:
                 return
             self._open = {again: cut for again, cut in self._open.items() if cut is not slab}
             if sum(len(free.memory) for free in self._free) + len(slab.memory) <= _KEPT_BYTES:
-                slab.empty()
+                slab.empty(self._device)
                 self._free.append(slab)
 
 

@@ -11,6 +11,8 @@ import torch
 from mia_lab.engine import store
 from mia_lab.engine.store import Store
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +20,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pieces_hold_what_was_put_into_them_however_they_come_and_go() -> None:
-    rng, memory = random.Random(0), Store()
+    rng, memory = random.Random(0), Store(CPU)
     held: list[tuple[float, torch.Tensor]] = []
     for i in range(400):
         piece = memory.take(rng.choice([1, 7, 100, 900, 3000]), rng.choice([torch.float32, torch.bfloat16]))
@@ -30,7 +32,7 @@ def test_pieces_hold_what_was_put_into_them_however_they_come_and_go() -> None:
 
 
 def test_a_slab_is_used_again_once_nothing_of_it_is_left() -> None:
-    memory = Store()
+    memory = Store(CPU)
     first = memory.take(1024, torch.float32)
     address, view = first.data_ptr(), first[:3].view(torch.int32)
     del first
@@ -43,7 +45,7 @@ def test_a_slab_is_used_again_once_nothing_of_it_is_left() -> None:
 
 
 def test_what_is_larger_than_a_slab_gets_one_of_its_own() -> None:
-    memory = Store()
+    memory = Store(CPU)
     large = memory.take(100_000, torch.float32)
     assert len(large) == 100_000
     large.fill_(1.0)
@@ -55,7 +57,7 @@ def test_what_is_larger_than_a_slab_gets_one_of_its_own() -> None:
 
 def test_memory_that_nobody_uses_is_kept_only_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_KEPT_BYTES", 3 * 4096)
-    memory = Store()
+    memory = Store(CPU)
     held = [memory.take(1024, torch.float32) for _ in range(10)]
     held.clear()
     gc.collect()
@@ -63,7 +65,7 @@ def test_memory_that_nobody_uses_is_kept_only_up_to_a_limit(monkeypatch: pytest.
 
 
 def test_threads_may_take_at_once() -> None:
-    memory, wrong = Store(), []
+    memory, wrong = Store(CPU), []
 
     def work(value: int) -> None:
         for _ in range(200):
@@ -81,7 +83,7 @@ def test_threads_may_take_at_once() -> None:
 
 
 def test_rows_land_in_memory_that_was_used_before_and_only_there() -> None:
-    memory = Store()
+    memory = Store(CPU)
     assert memory.take_again(10, torch.float32) is None
     first = memory.take(1024, torch.float32)
     address = first.data_ptr()
@@ -96,7 +98,7 @@ def test_rows_land_in_memory_that_was_used_before_and_only_there() -> None:
 @pytest.mark.gpu
 def test_memory_that_comes_back_is_pinned() -> None:
     torch.zeros(1, device="cuda")
-    memory = Store()
+    memory = Store(torch.device("cuda"))
     piece = memory.take(1024, torch.float32)
     assert not piece.is_pinned()
     del piece
