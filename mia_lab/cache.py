@@ -49,6 +49,7 @@ class Batch:
     rotary: bool = False
     before: bool = False
     biased: frozenset[int] = frozenset()  # layers whose attention an edit biased: rebuilt, it would lack the bias
+    mixed: bool = False  # read before the edits of a run that had some: what edits added is in the stream, and in no part of it
     normed: bool = False  # an edit acted on the final norm's output, from which logits then come
 
     def point(self, key: object) -> Point:

@@ -103,6 +103,7 @@ class Components(Residual):
     def _every(self, kind: str, letter: str, layer: int | None, pos_slice: Slice,
                part_slice: Slice) -> tuple[Tensor, list[str], Tensor]:
         """What each part before a layer adds, its labels, and the sum of what no part adds, `[batch pos d_model]`."""
+        self._refuse_mixed()
         last = self._until(layer)
         stacks, labels, rest = [], [], self._nothing(pos_slice)
         parts = {i: resolve_at(part_slice, self._held_shape(kind, i)[0]) for i in range(last)}

@@ -78,6 +78,7 @@ class Residual:
         """
         if mode not in ("all", "attn", "mlp"):
             raise PointError(f'mode is "all", "attn" or "mlp", not {mode!r}')
+        self._refuse_mixed()
         last = self._until(layer)
         labels, parts = (["embed"], [self._stream(0)]) if incl_embeds else ([], [])
         for i in range(last + (mlp_input and last < self._n_layers)):
@@ -121,6 +122,10 @@ class Residual:
         found = self._reading(tokens).bias
         return found if incorrect_tokens is None else found - self._reading(incorrect_tokens).bias
 
+    def _refuse_mixed(self) -> None:
+        if self._batch.mixed:
+            raise EditError("this cache was read before the edits of its run, so its parts do not sum to a stream; leave out before=True")
+
     @property
     def _n_layers(self) -> int:
         return self._batch.n_layers
@@ -156,6 +161,7 @@ class Residual:
 
     def _reading(self, tokens: Any) -> Readout:
         """How the model's end reads one token a prompt."""
+        self._refuse_mixed()
         if self._batch.normed:
             raise EditError("an edit acts on the final norm's output, after which no part of the stream has a share of a logit")
         return self._readout(self._ids(tokens))

@@ -142,7 +142,7 @@ class Session(Analyses):
         tokens = tuple(tuple([*prompt, *o.outputs[0].token_ids][:-1]) for prompt, o in zip(read.ids, outputs))
         dtypes = {p: self._engine.dtype_of(p.kind) for p in self._engine.shapes}
         batch = Batch(tokens, tuple(map(len, read.ids)), self._engine.shapes, dtypes, self.n_layers, before=before,
-                      biased=self._biased(edits), normed=normed, **self._dialect)
+                      biased=self._biased(edits), mixed=before and any(self._scoped(edits)), normed=normed, **self._dialect)
         stream = ActivationCache(source, [top], replace(batch, before=False))
         logits = self._logits(stream[top], stream.mask, normed)
         return logits, ActivationCache(source, chosen, batch, logits)

@@ -10,7 +10,7 @@ import tiny
 import torch
 
 import mia_lab as mia
-from mia_lab.errors import MissingRowsError, PointError, PromptError
+from mia_lab.errors import EditError, MissingRowsError, PointError, PromptError
 
 pytestmark = pytest.mark.full
 OPTIONS = dict(points=["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"], max_model_len=96, max_num_batched_tokens=64,
@@ -108,6 +108,18 @@ def test_a_stack_of_other_positions_is_refused(session: mia.Session) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama"], indirect=True)
+def test_what_was_read_before_edits_is_not_added_up(session: mia.Session) -> None:
+    push = mia.Add(torch.ones(session.d_model), 1.0, layers=[1])
+    _, clean = session.run_with_cache(PROMPTS, before=True)
+    clean.decompose_resid()  # without edits there is no before and after
+    _, mixed = session.run_with_cache(PROMPTS, before=True, edits=[push])
+    for add_up in (mixed.decompose_resid, lambda: mixed.logit_attrs(clean.decompose_resid(), 5)):
+        with pytest.raises(EditError, match="before the edits"):
+            add_up()
+    _, after = session.run_with_cache(PROMPTS, edits=[push])
+    after.decompose_resid()
+
+
 def test_what_cannot_be_is_said(session: mia.Session) -> None:
     _, cache = session.run_with_cache(PROMPTS)
     stack = cache.decompose_resid()
