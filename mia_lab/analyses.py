@@ -29,6 +29,8 @@ class Analyses(Texts):
 
     _units: dict[str, torch.Tensor]
 
+    # -- from data to vectors -----------------------------------------------------------------------------------------
+
     def vector(self, pairs: Iterable, *, method: str = "mean_diff", point: str = "resid_post", at: Any = -1) -> Vector:
         """Fit a steering Vector over all tapped layers from (positive, negative) prompts (see Pairs.of), read at position `at`.
 
@@ -48,21 +50,42 @@ class Analyses(Texts):
 
         return judge(self, vector, pairs, at, draws)
 
-    def patch(self, clean: Any, corrupt: Any, point: str = "resid_post", metric: Any = None, *, layers: int | Iterable[int] | None = None,
-              positions: Any = None, heads: Any = None, direction: str = "denoise", batch: int | None = None,
-              progress: bool = True) -> PatchGrid:
-        """Put values of the clean run into the corrupt one, one place at a time, and return how far each carries the metric back.
+    def unit(self, point: str = "resid_post") -> torch.Tensor:
+        """Return what coefficient 1.0 stands for at each tapped layer of a kind, `[layer]`: the mean centred norm of the
+        stream over neutral text without BOS. Measured once a model, then read from the cache folder."""
+        from .analysis.units import measure_unit
 
-        clean, corrupt: one prompt each, or several pairs; the two of a pair have as many tokens. point: a kind of the stream, a
-        branch, or `z`. metric: `mia.logit_diff(" Paris", " Rome")`, `mia.log_prob(" Paris")`, or a function of the logits
-        `[d_vocab]` at the last position. positions: "each" (the default without heads), "all" together (the default with heads),
-        or a list of positions, slices and lists of positions, each patched as one. heads: "all" or a list, patched apart at `z`.
-        direction: "noise" puts corrupt values into the clean run. Cells are requests of one batch, `batch` handed over at a
-        time; an interrupt keeps those that are done. PromptError shows both tokenisations where they do not fit.
+        kind = kind_of(point)
+        if kind not in self._units:
+            self._units[kind] = measure_unit(self, kind)
+        return self._units[kind]
+
+    def reft(self, examples: Iterable[tuple[Any, Any]], layer: int, *, rank: int = 4, where: Selector | None = None, steps: int = 100,
+             batch: int = 8, learning_rate: float = 1e-3, seed: int = 0, model: Any = None) -> ReftFit:
+        """Train a LoReFT edit at `resid_post` of one layer, so that prompts are answered as in (prompt, answer) examples.
+
+        where: the edited positions, by default the prompt's; a selector that takes in generated ones is trained on the answer's too.
+        model: Hugging Face's float32 model where it is loaded already; by default the session's own folder is loaded, which takes
+        4 bytes a weight of the host's memory. MiaError when the engine does not find the loss that training did.
         """
-        from .analysis.patching.activation import patch
+        from .analysis.reft import fit_reft
 
-        return patch(self, clean, corrupt, point, metric, layers, positions, heads, direction, batch, progress)
+        return fit_reft(self, examples, layer, rank, where, steps, batch, learning_rate, seed, model)
+
+    def refusal_direction(self, pairs: Any, *, at: Iterable[int] = (-1,), says: Sequence[int | str] = ("I",),
+                          layers: Iterable[int] | None = None, max_kl: float = 0.1, skip_last: float = 0.2, seed: int = 0) -> RefusalSearch:
+        """Find the direction that refusals hang on, among mean differences of (harmful, harmless) requests by layer and position.
+
+        `mia.dataset("refusal_pairs")` is such a set; chat models want chat messages. at: last positions, those after the request in
+        a chat template. says: the first tokens of the model's refusals. The pairs are divided by group into those to fit on, to
+        select on and to report on. Each candidate takes four runs of a set. Tap `resid_pre` and `resid_mid`, or `attn_out` and
+        `mlp_out`, too, so that it is taken out of all that is read.
+        """
+        from .analysis.refusal import search
+
+        return search(self, pairs, at, says, layers, max_kl, skip_last, seed)
+
+    # -- what a model computes ----------------------------------------------------------------------------------------
 
     def logit_lens(self, prompts: Any, *, layers: int | str | Iterable[int | str] | None = None, top_k: int = 5, tokens: Any = None,
                    tuned: TunedLens | None = None, edits: Any = None, at: Any = None) -> LogitLens:
@@ -88,6 +111,22 @@ class Analyses(Texts):
         from .analysis.lens.attribution import attribute
 
         return attribute(self, prompt, answer, wrong, heads, at, edits)
+
+    def patch(self, clean: Any, corrupt: Any, point: str = "resid_post", metric: Any = None, *, layers: int | Iterable[int] | None = None,
+              positions: Any = None, heads: Any = None, direction: str = "denoise", batch: int | None = None,
+              progress: bool = True) -> PatchGrid:
+        """Put values of the clean run into the corrupt one, one place at a time, and return how far each carries the metric back.
+
+        clean, corrupt: one prompt each, or several pairs; the two of a pair have as many tokens. point: a kind of the stream, a
+        branch, or `z`. metric: `mia.logit_diff(" Paris", " Rome")`, `mia.log_prob(" Paris")`, or a function of the logits
+        `[d_vocab]` at the last position. positions: "each" (the default without heads), "all" together (the default with heads),
+        or a list of positions, slices and lists of positions, each patched as one. heads: "all" or a list, patched apart at `z`.
+        direction: "noise" puts corrupt values into the clean run. Cells are requests of one batch, `batch` handed over at a
+        time; an interrupt keeps those that are done. PromptError shows both tokenisations where they do not fit.
+        """
+        from .analysis.patching.activation import patch
+
+        return patch(self, clean, corrupt, point, metric, layers, positions, heads, direction, batch, progress)
 
     def path_patch(self, clean: Any, corrupt: Any, receiver: Any = "logits", sender: str = "z", metric: Any = None, *,
                    layers: int | Iterable[int] | None = None, positions: Any = None, heads: Any = None, through_mlps: bool = False,
@@ -116,6 +155,30 @@ class Analyses(Texts):
         from .analysis.patching.attribution import attribution_patch
 
         return attribution_patch(self, clean, corrupt, point, metric, layers, positions, heads, direction, model)
+
+    def trace(self, prompts: Any, max_tokens: int = 0, **sampling: Any) -> Trace:
+        """Write a run down as if its values were here: `with s.trace(prompt) as t:`; it runs once, when the block ends.
+
+        `t["resid_post", 3]`, `t.layers[3].output`, `t.blocks[3].hook_resid_post` stand for values `[batch pos d_model]`. `.save()` gives a
+        tensor that holds the value, as it is at that line, after the block. `value[:, 5] += vector`, `*= 2`, `= rows` change it, for all
+        positions where none is named. Positions are the prompt's. What is no affine change is refused, with the edit that says it.
+        """
+        from .analysis.tracing.tape import Tape
+        from .analysis.tracing.trace import Trace
+
+        return Trace(Tape(self, prompts, max_tokens, sampling))
+
+    def run_with_hooks(self, prompts: Any, fwd_hooks: Iterable[tuple[Any, Any]] = ()) -> LazyTensor:
+        """Run prompts once under hooks, and return lazy logits `[batch pos d_vocab]`.
+
+        fwd_hooks: pairs of a point (or a function of TransformerLens names) and a function of `value`, or of `value, hook`, which is
+        called once, before the run, and changes the value, or returns what it becomes, as in `trace`.
+        """
+        from .analysis.tracing.trace import run_with_hooks
+
+        return run_with_hooks(self, prompts, fwd_hooks)
+
+    # -- what edits do ------------------------------------------------------------------------------------------------
 
     def sweep(self, vectors: Any, coeffs: Iterable[float], prompts: Any = None, metrics: Sequence[Any] = (), *, select: Any = None,
               holdout: Any = None, where: Any = None, placebos: int = 20, placebo_prompts: int = 6, pairs: Any = None, at: int = -1,
@@ -151,60 +214,3 @@ class Analyses(Texts):
         return compose(self, recipes, prompts=prompts, metrics=metrics, select=select, holdout=holdout, placebos=placebos,
                        placebo_prompts=placebo_prompts, guards=guards, seeds=seeds, temperature=temperature, max_tokens=max_tokens,
                        seed=seed, progress=progress)
-
-    def trace(self, prompts: Any, max_tokens: int = 0, **sampling: Any) -> Trace:
-        """Write a run down as if its values were here: `with s.trace(prompt) as t:`; it runs once, when the block ends.
-
-        `t["resid_post", 3]`, `t.layers[3].output`, `t.blocks[3].hook_resid_post` stand for values `[batch pos d_model]`. `.save()` gives a
-        tensor that holds the value, as it is at that line, after the block. `value[:, 5] += vector`, `*= 2`, `= rows` change it, for all
-        positions where none is named. Positions are the prompt's. What is no affine change is refused, with the edit that says it.
-        """
-        from .analysis.tracing.tape import Tape
-        from .analysis.tracing.trace import Trace
-
-        return Trace(Tape(self, prompts, max_tokens, sampling))
-
-    def run_with_hooks(self, prompts: Any, fwd_hooks: Iterable[tuple[Any, Any]] = ()) -> LazyTensor:
-        """Run prompts once under hooks, and return lazy logits `[batch pos d_vocab]`.
-
-        fwd_hooks: pairs of a point (or a function of TransformerLens names) and a function of `value`, or of `value, hook`, which is
-        called once, before the run, and changes the value, or returns what it becomes, as in `trace`.
-        """
-        from .analysis.tracing.trace import run_with_hooks
-
-        return run_with_hooks(self, prompts, fwd_hooks)
-
-    def reft(self, examples: Iterable[tuple[Any, Any]], layer: int, *, rank: int = 4, where: Selector | None = None, steps: int = 100,
-             batch: int = 8, learning_rate: float = 1e-3, seed: int = 0, model: Any = None) -> ReftFit:
-        """Train a LoReFT edit at `resid_post` of one layer, so that prompts are answered as in (prompt, answer) examples.
-
-        where: the edited positions, by default the prompt's; a selector that takes in generated ones is trained on the answer's too.
-        model: Hugging Face's float32 model where it is loaded already; by default the session's own folder is loaded, which takes
-        4 bytes a weight of the host's memory. MiaError when the engine does not find the loss that training did.
-        """
-        from .analysis.reft import fit_reft
-
-        return fit_reft(self, examples, layer, rank, where, steps, batch, learning_rate, seed, model)
-
-    def refusal_direction(self, pairs: Any, *, at: Iterable[int] = (-1,), says: Sequence[int | str] = ("I",),
-                          layers: Iterable[int] | None = None, max_kl: float = 0.1, skip_last: float = 0.2, seed: int = 0) -> RefusalSearch:
-        """Find the direction that refusals hang on, among mean differences of (harmful, harmless) requests by layer and position.
-
-        `mia.dataset("refusal_pairs")` is such a set; chat models want chat messages. at: last positions, those after the request in
-        a chat template. says: the first tokens of the model's refusals. The pairs are divided by group into those to fit on, to
-        select on and to report on. Each candidate takes four runs of a set. Tap `resid_pre` and `resid_mid`, or `attn_out` and
-        `mlp_out`, too, so that it is taken out of all that is read.
-        """
-        from .analysis.refusal import search
-
-        return search(self, pairs, at, says, layers, max_kl, skip_last, seed)
-
-    def unit(self, point: str = "resid_post") -> torch.Tensor:
-        """Return what coefficient 1.0 stands for at each tapped layer of a kind, `[layer]`: the mean centred norm of the
-        stream over neutral text without BOS. Measured once a model, then read from the cache folder."""
-        from .analysis.units import measure_unit
-
-        kind = kind_of(point)
-        if kind not in self._units:
-            self._units[kind] = measure_unit(self, kind)
-        return self._units[kind]
