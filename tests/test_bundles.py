@@ -6,9 +6,12 @@ import random
 import shutil
 import zipfile
 from collections.abc import Callable
+from dataclasses import fields
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 
@@ -16,10 +19,11 @@ import mia_lab as mia
 from mia_lab import cli
 from mia_lab.analysis.vectors import Vector
 from mia_lab.bundles import folder
-from mia_lab.bundles.codec import decode_edits, encode
+from mia_lab.bundles.codec import WORDS, decode_edits, encode
 from mia_lab.errors import BundleError, EditError
 
 D = 16
+SCHEMA = json.loads(files("mia_lab.bundles").joinpath("steer.schema.json").read_text())
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -53,6 +57,25 @@ def test_what_goes_in_comes_out(name: str, suffix: str, tmp_path: Path) -> None:
     path = folder.write(tmp_path / f"x{suffix}", {"edits": encode(edits, tensors, "edits")}, tensors)
     found = folder.read(path)
     assert decode_edits(found.about["edits"], found.tensors) == edits
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_the_published_schema_says_what_is_written(name: str) -> None:
+    edit_schema = SCHEMA | {"$ref": "#/$defs/edit"} | dict.fromkeys(("type", "required", "properties", "additionalProperties"))
+    edit_schema = {key: value for key, value in edit_schema.items() if value is not None}
+    written = encode(EDITS[name](), {}, "edits")
+    jsonschema.validate(written, edit_schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(written | {"shell": "ls"}, edit_schema)
+
+
+def test_the_published_schema_knows_every_word_and_field() -> None:
+    defined = SCHEMA["$defs"]
+    assert set(defined) == {*WORDS, "tensor", "edit"}
+    for name, cls in WORDS.items():
+        assert set(defined[name]["properties"]) == {"word", *(field.name for field in fields(cls))}, name
+    edits = {name for name, cls in WORDS.items() if issubclass(cls, mia.Edit)}
+    assert {part["$ref"].rpartition("/")[2] for part in defined["edit"]["anyOf"]} == edits
 
 
 def test_equal_contents_give_equal_bytes(tmp_path: Path) -> None:
@@ -192,6 +215,7 @@ def exported(session: mia.Session, tmp_path: Path) -> Path:
 
 @pytest.mark.full
 def test_a_bundle_does_the_same_and_is_verified(session: mia.Session, exported: Path) -> None:
+    jsonschema.validate(json.loads((exported / "steer.json").read_text()), SCHEMA)
     edits = mia.load(exported)
     golden = edits.goldens[0]
     plain = session.completions(list(golden.prompt), max_tokens=8).outputs[0].token_ids
