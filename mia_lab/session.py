@@ -130,8 +130,8 @@ class Session(Analyses):
         read = self._read(prompts).times(n)
         seeds = [None if seed is None else seed + i % n for i in range(len(read.ids))]
         edits = per_prompt(edits, len(read.ids) // n)
-        normed = any(p.kind == "final_norm" for mine in self._scoped(edits) for edit in mine for p in edit.steps)
-        top = Point("final_norm" if normed else "resid_post", self.n_layers - 1)  # what logits are rebuilt from
+        top = self._top(edits)
+        normed = top.kind == "final_norm"
         rows = [((0, None if max_tokens > 1 else len(ids)),) for ids in read.ids]
         takes = [[Take(p.kind, p.layer, spans, before) for p in chosen] for spans in rows]
         for mine, spans in zip(takes, rows):
@@ -323,6 +323,11 @@ class Session(Analyses):
         """Each request's edits, after the defaults and those of open scopes."""
         scoped = [edit for scope in ([] if self._muted else self._defaults, *self._scopes) for edit in scope]
         return [[*scoped, *mine] for mine in edits]
+
+    def _top(self, edits: Sequence[Sequence[Edit]]) -> Point:
+        """The point that the logits of requests are rebuilt from: the last stream, or the final norm's output where an edit acts on it."""
+        normed = any(p.kind == "final_norm" for mine in self._scoped(edits) for edit in mine for p in edit.steps)
+        return Point("final_norm" if normed else "resid_post", self.n_layers - 1)
 
     def _biased(self, edits: Sequence[Sequence[Edit]]) -> frozenset[int]:
         """The layers whose attention any of these requests biases."""

@@ -47,8 +47,7 @@ def logit_lens(session: Session, prompts: Any, layers: Layers, top_k: int, token
     if tuned is not None:
         tuned.check(session.n_layers, session.d_model)
     edits = per_prompt(edits, len(read.ids))
-    normed = any(p.kind == "final_norm" for mine in session._scoped(edits) for edit in mine for p in edit.steps)
-    top = Point("final_norm" if normed else "resid_post", session.n_layers - 1)
+    top = session._top(edits)
     places = [positions_at(session, read, i, at) for i in range(len(read.ids))]
     takes = []
     for mine in places:

@@ -48,8 +48,8 @@ class Measured:
 
 def top_point(session: Session) -> tuple[Point, bool]:
     """The point that logits are rebuilt from, and whether it is after the final norm: there, where open scopes edit it."""
-    normed = any(p.kind == "final_norm" for mine in session._scoped([[]]) for edit in mine for p in edit.steps)
-    return Point("final_norm" if normed else "resid_post", session.n_layers - 1), normed
+    top = session._top([[]])
+    return top, top.kind == "final_norm"
 
 
 def measure(session: Session, jobs: Sequence[Job], judge: Judge, batch: int | None = None, progress: bool = False) -> Measured:

@@ -20,7 +20,7 @@ from ...gates import Gate
 from ...launch import EngineRows
 from ...points import Point
 from ...prompts import Prompts
-from ...selectors import CONTENT, Context, Selector, everywhere, window
+from ...selectors import CONTENT, Context, Selector, everywhere, merge, window
 from ...submit import has_bos
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _batch(session: Session, jobs: Sequence[Job], temperature: float) -> Iterato
     edits = [[fixed(edit, job.ask, session.tokenizer) for edit in job.edits] for job in jobs]
     if any(job.ask.rows and p.kind == "final_norm" for job in jobs for edit in job.edits for p in edit.steps):
         raise EditError("edits at final_norm act behind the stream that logits are rebuilt from; a sweep cannot measure them so")
-    takes = [[*([Take(top.kind, top.layer, _spans(ask.rows))] if ask.rows else []),
+    takes = [[*([Take(top.kind, top.layer, tuple(merge([(p, p + 1) for p in sorted(ask.rows)])))] if ask.rows else []),
               *(Take(p.kind, p.layer, ((ask.given - 1, ask.given),), True) for p in ask.reads)] for ask in asks]
     params = dict(max_tokens=max(1, asks[0].max_tokens), temperature=temperature, seed=[ask.seed for ask in asks])
     sampling, uids = session._submit.prepare(read, edits, params, takes)
@@ -135,16 +135,6 @@ def _rows(source: EngineRows, point: Point, wanted: Sequence[tuple[int, tuple[in
             raise MissingRowsError(f"{point} of a request lacks positions {sorted(set(at) - set(places))[:5]}: they were never computed")
         out[i] = values[[places[p] for p in at]].clone()
     return out
-
-
-def _spans(rows: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    edges: list[list[int]] = []
-    for p in sorted(rows):
-        if edges and edges[-1][1] == p:
-            edges[-1][1] = p + 1
-        else:
-            edges.append([p, p + 1])
-    return tuple((a, b) for a, b in edges)
 
 
 def fixed(edit: Edit, ask: Ask, tokenizer: Any) -> Edit:

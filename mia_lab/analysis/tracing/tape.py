@@ -189,15 +189,14 @@ class Tape:
         self.over = True
         n = len(self.prompts.ids)
         edits = [[edit for write in self._writes for edit in self._edits(write, i)] for i in range(n)]
-        normed = any(p.kind == "final_norm" for mine in self.session._scoped(edits) for edit in mine for p in edit.steps)
-        top = Point("final_norm" if normed else "resid_post", self.session.n_layers - 1)
+        top = self.session._top(edits)
         wanted = {(self._source(read, top), self._before(read)): None for read in self._reads}
         takes = [[Take(p.kind, p.layer, ((0, None if self.max_tokens > 1 else len(ids)),), before) for p, before in sorted(wanted)]
                  for ids in self.prompts.ids]
         params = dict(max_tokens=max(self.max_tokens, 1), temperature=0.0) | self.sampling
         self.outputs, source = self.session._run(self.prompts, edits, params, takes)
         for read in self._reads:
-            self._fill(read, source, top, normed)
+            self._fill(read, source, top, top.kind == "final_norm")
 
     @staticmethod
     def _source(read: _Read, top: Point) -> Point:
