@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-_EARLY = torch.version.cuda is not None and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+EARLY = torch.version.cuda is not None and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 _FEW = 16
 _ALIGNED = 15  # Triton compiles another kernel for pointers that are not at a multiple of 16 bytes
 
@@ -43,7 +43,7 @@ def launch(kernel: Any, rows: int, d: int, args: tuple[torch.Tensor | int | floa
     key = (few, torch.cuda.current_device(), *kind)
     known = _compiled.get(key)
     if known is not None:
-        known[rows, 1, 1](*places, *(value for _, value in constants), _EARLY, block)
+        known[rows, 1, 1](*places, *(value for _, value in constants), EARLY, block)
         return
     warps = min(8 if few else 16, max(1, block // 256))
-    _compiled[key] = kernel[(rows,)](*args, **dict(constants), EARLY=_EARLY, BLOCK=block, launch_pdl=_EARLY, num_warps=warps)
+    _compiled[key] = kernel[(rows,)](*args, **dict(constants), EARLY=EARLY, BLOCK=block, launch_pdl=EARLY, num_warps=warps)

@@ -3,6 +3,8 @@
 A tap of its own costs a launch and a pass over the row. Where a block passes on a pending pair and an RMS norm adds it
 up, the tap rides in that norm: the row is there already, and nothing is launched that was not before. What is returned
 is what the tap followed by the norm would give, to the rounding of one sum.
+
+`norm` is the same without a tap. Launched early, it gains what the taps beside it cost.
 """
 from __future__ import annotations
 
@@ -44,6 +46,27 @@ def rms_norm(whole: Tensor, weight: Tensor, eps: float, shifted: bool, dtype: to
 if tap.triton is not None:
 
     @triton.jit
+    def _finish(total, w, normed, whole, eps, d, row, cols, mask, dtype: tl.constexpr, SHIFTED: tl.constexpr):
+        """Store a row of the stream, and its norm."""
+        tl.store(whole + row * d + cols, total.to(dtype), mask=mask)
+        scaled = total * tl.rsqrt(tl.sum(total * total, axis=0) / d + eps)
+        scaled = scaled * (w.to(tl.float32) + 1.0) if SHIFTED else scaled.to(w.dtype).to(tl.float32) * w.to(tl.float32)
+        tl.store(normed + row * d + cols, scaled.to(dtype), mask=mask)
+
+    @triton.jit
+    def mia_norm(x, residual, weight, normed, whole, eps, d, x_stride, r_stride, SHIFTED: tl.constexpr, EARLY: tl.constexpr,
+                 BLOCK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        cols = tl.arange(0, BLOCK)
+        mask = cols < d
+        w = tl.load(weight + cols, mask=mask, other=0.0)
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+        total = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(residual + row * r_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        _finish(total, w, normed, whole, eps, d, row, cols, mask, x.dtype.element_ty, SHIFTED)
+
+    @triton.jit
     def mia_tap_norm(x, residual, rows, index, words, numbers, bank, offsets, arena, measures, opens, weight, normed, whole, eps,
                      d, width, x_stride, r_stride, GATES: tl.constexpr, SHIFTED: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
@@ -60,10 +83,7 @@ if tap.triton is not None:
                       GATES, BLOCK).to(x.dtype.element_ty).to(tl.float32)
         total = value + other
         capture(arena, after, total, cols, mask, 1)
-        tl.store(whole + row * d + cols, total.to(x.dtype.element_ty), mask=mask)
-        scaled = total * tl.rsqrt(tl.sum(total * total, axis=0) / d + eps)
-        scaled = scaled * (w.to(tl.float32) + 1.0) if SHIFTED else scaled.to(w.dtype).to(tl.float32) * w.to(tl.float32)
-        tl.store(normed + row * d + cols, scaled.to(x.dtype.element_ty), mask=mask)
+        _finish(total, w, normed, whole, eps, d, row, cols, mask, x.dtype.element_ty, SHIFTED)
 
 
 def tap_norm_cuda(x: Tensor, residual: Tensor, rows: Tensor, index: Tensor, words: Tensor, numbers: Tensor, bank: Tensor,
@@ -77,6 +97,19 @@ def tap_norm_cuda(x: Tensor, residual: Tensor, rows: Tensor, index: Tensor, word
     return normed, whole
 
 
+def norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float, shifted: bool) -> tuple[Tensor, Tensor]:
+    """Return the RMS norm of the stream x + residual, and the stream, each `[..., d]` of x's type. Arguments as `tap_norm_reference`."""
+    return rms_norm(x.float() + residual.float(), weight, eps, shifted, x.dtype)
+
+
+def norm_cuda(x: Tensor, residual: Tensor, weight: Tensor, eps: float, shifted: bool) -> tuple[Tensor, Tensor]:
+    """The same with one Triton launch, one program a row. Arguments as the reference."""
+    d, (n, x_stride), (_, r_stride) = x.shape[-1], extent(x), extent(residual)
+    normed, whole = _outputs(x)
+    launch(mia_norm, n, d, (x, residual, weight, normed, whole, eps, d, x_stride, r_stride), (("SHIFTED", shifted),))
+    return normed, whole
+
+
 def _outputs(x: Tensor, *args: object) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
@@ -86,4 +119,8 @@ tap.LIBRARY.define(f"tap_norm(Tensor x, Tensor residual, {tap.TABLES}, Tensor(c!
 tap.LIBRARY.impl("tap_norm", tap_norm_reference, "CPU")
 tap.LIBRARY.impl("tap_norm", tap_norm_cuda, "CUDA")
 tap.LIBRARY.impl("tap_norm", _outputs, "Meta")
-tap_norm = torch.ops.mia_lab.tap_norm.default
+tap.LIBRARY.define("norm(Tensor x, Tensor residual, Tensor weight, float eps, bool shifted) -> (Tensor, Tensor)")
+tap.LIBRARY.impl("norm", norm_reference, "CPU")
+tap.LIBRARY.impl("norm", norm_cuda, "CUDA")
+tap.LIBRARY.impl("norm", _outputs, "Meta")
+tap_norm, norm = torch.ops.mia_lab.tap_norm.default, torch.ops.mia_lab.norm.default

@@ -64,6 +64,11 @@ class Layout:
         between = {("resid_post", layer - 1) for kind, layer in sites if kind == "resid_pre"}
         return [self.places[site] if site in between else self.carriers.get(site, self.places[site]) for site in sites]
 
+    def spare(self, sites: Sequence[Site]) -> list[Place]:
+        """The norms that could carry a tap and carry none."""
+        used = {place.module for place in self.chosen(sites)}
+        return list({place.module: place for place in self.carriers.values() if place.module not in used}.values())
+
     def describe(self, sites: Sequence[Site]) -> str:
         """Where the sites are, as text that changes whenever the traced code would."""
         return repr([(site, type(place.module).__qualname__, place.at) for site, place in zip(sites, self.chosen(sites))])

@@ -19,7 +19,7 @@ from torch import nn
 
 from mia_lab.kernels import tap
 from mia_lab.kernels.bias import bias_
-from mia_lab.kernels.norm import tap_norm
+from mia_lab.kernels.norm import norm, tap_norm
 from mia_lab.kernels.tap import read_, tap_
 
 from . import heads
@@ -62,6 +62,15 @@ class Normed:
 
 
 @dataclass(frozen=True, slots=True)
+class Early:
+    """Add up the pair in an RMS norm where no tap rides, by the kernel that is launched early."""
+
+    x: Arg
+    residual: Arg
+    shifted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class After:
     """Tap what the module returns: its tensor, or the first of its tuple, plus the second where `pair`.
 
@@ -87,7 +96,7 @@ class Biased:
     """Let an attention layer's output be recomputed for rows under a bias, right after its kernel."""
 
 
-Side = Before | Normed | After | Within | Biased
+Side = Before | Normed | Early | After | Within | Biased
 
 
 def swap(module: nn.Module, sides: Sequence[Side]) -> None:
@@ -113,7 +122,7 @@ def swap(module: nn.Module, sides: Sequence[Side]) -> None:
 
 def _forward(inner: Callable[..., Any], sides: tuple[Side, ...]) -> Callable[..., Any]:
     befores = [(i, side) for i, side in enumerate(sides) if isinstance(side, Before)]
-    within = next(((i, side) for i, side in enumerate(sides) if isinstance(side, Normed)), None)
+    within = next(((i, side) for i, side in enumerate(sides) if isinstance(side, (Normed, Early))), None)
     afters = [(i, side) for i, side in enumerate(sides) if isinstance(side, After)]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +136,9 @@ def _forward(inner: Callable[..., Any], sides: tuple[Side, ...]) -> Callable[...
             out = inner(self, *args, **kwargs)
         else:
             i, side = within
-            out = tap_norm(side.x.pick(args, kwargs), residual, *self.mia_tables[i], self.weight, self.variance_epsilon, side.shifted)
+            rest = self.weight, self.variance_epsilon, side.shifted
+            x = side.x.pick(args, kwargs)
+            out = norm(x, residual, *rest) if isinstance(side, Early) else tap_norm(x, residual, *self.mia_tables[i], *rest)
         for i, side in afters:
             x = out[0] if side.is_tuple else out
             _call(side, x, out[1] if side.pair else None, self.mia_tables[i])

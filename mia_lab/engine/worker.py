@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from mia_lab.kernels import launch
+
 from ..errors import MissingRowsError, PointError, UnsupportedError
 from . import graphs, heads, lens, shared, splitting, taps, unembedding
 from .adapters import adapter_for, without_lora
@@ -82,6 +84,9 @@ class Lab:
                 if self._sites[site][0] == ATTENTION:
                     taps.attach_biased(module, self._tables, site, at)
             taps.swap(module, [places[site].at for site in sites])
+        if launch.EARLY:  # what taps cost is gained back where there are none
+            for place in self._layout.spare(self._sites):
+                taps.swap(place.module, [taps.Early(place.at.x, place.at.residual, place.at.shifted)])
 
     def describe(self) -> dict[str, Any]:
         """Facts for the client: which points exist and their shapes, table bytes, runner."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from programs import DTYPES, ROWS, WIDTHS, Case, make, on_gpu, same
 
-from mia_lab.kernels.norm import tap_norm, tap_norm_cuda, tap_norm_reference
+from mia_lab.kernels.norm import norm, norm_cuda, norm_reference, tap_norm, tap_norm_cuda, tap_norm_reference
 from mia_lab.kernels.tap import tap_reference
 
 EPS = 1e-5
@@ -72,3 +72,19 @@ def test_rows_may_be_part_of_wider_ones(body: Callable) -> None:
     moved = [wide.to(device)[:, :64], *case.copy(device).args[1:]]
     found = body(*moved, w.to(device), EPS, False)
     assert all(torch.equal(a.cpu(), b) and a.is_contiguous() for a, b in zip(found, (normed, stream)))
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [8, *on_gpu(WIDTHS)])
+@pytest.mark.parametrize("body", [norm_reference, norm, *on_gpu([norm_cuda])])
+def test_without_a_tap_it_is_the_norm(body: Callable, width: int, dtype: torch.dtype, shifted: bool) -> None:
+    device = "cuda" if body is norm_cuda else "cpu"
+    case, w = make(width, dtype), weight(width, shifted, dtype)
+    case.rows.fill_(-1)
+    wide = torch.zeros(ROWS, 2 * width, dtype=dtype)
+    wide[:, :width] = case.x
+    found = body(wide.to(device)[:, :width], case.residual.to(device), w.to(device), EPS, shifted)
+    _, *expected = applied(tap_norm_cuda if body is norm_cuda else tap_norm_reference, case, w, shifted)
+    assert all(torch.equal(a.cpu(), b) and a.is_contiguous() for a, b in zip(found, expected))
+    assert same(case.x, wide[:, :width])
