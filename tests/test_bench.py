@@ -15,7 +15,8 @@ from mia_lab.bench import peers, report
 from mia_lab.bench.cases import Steering, Work, cases
 from mia_lab.bench.drive import METRICS, drive
 from mia_lab.bench.overhead import Facts, Figure, Pair, Row
-from mia_lab.errors import ProofError
+from mia_lab.bench.sharing import share
+from mia_lab.errors import MiaError, ProofError
 
 WORK = Work(batch=4, tokens_in=24, tokens_out=12)
 TINY = dict(enforce_eager=True, max_num_batched_tokens=64, block_size=32)
@@ -167,3 +168,11 @@ def test_what_taps_cost_on_the_embedded_model() -> None:
     for name, bound in bounds.items():
         print(f"{name}: step {report.percent(rows[name].step_ms)} %")
         assert rows[name].step_ms.low < bound, (name, report.percent(rows[name].step_ms))
+
+
+def test_two_models_share_one_set_of_weights() -> None:
+    model, source, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 5)
+    share(model, source)
+    assert [p.data_ptr() for p in model.parameters()] == [p.data_ptr() for p in source.parameters()]
+    with pytest.raises(MiaError, match="the two engines differ in weight"):
+        share(model, other)

@@ -1,6 +1,6 @@
 """What taps cost: each case beside the same model without taps, in the same process, in turn.
 
-Two engines are loaded and run alternately, so that a machine that drifts slows both; every figure is the ratio of a
+Two engines on one set of weights run alternately, so that a machine that drifts slows both; every figure is the ratio of a
 case's time to that of the native run next to it. A run is timed only once its effect is proven, from its own tokens or rows.
 """
 from __future__ import annotations
@@ -19,6 +19,7 @@ from .cases import Case, Work, cases
 from .drive import METRICS, Run, drive
 from .profile import Account, decode_step
 from .shapes import SHAPES, write
+from .sharing import weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class Pair:
 
             path = str(resolve(model))
         native = bare_engine(path, engine)
-        tapped = Session(path, in_process=True, **engine, **session)
+        tapped = Session(path, in_process=True, **engine | weights_of(native), **session)
         return cls(name, native, tapped, native.llm_engine.model_config.get_vocab_size(), path, engine, folder)
 
     def facts(self) -> Facts:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import MissingRowsError
+from . import streams
 from .claims import Claims
 from .reduce import Reducer
 from .ring import Done, Ring
@@ -100,7 +101,7 @@ class Courier:
         """Let the last step's rows leave, and hold the device, not the host, until the half that this step writes is copied out."""
         self._send()
         if step is not None and isinstance(self._left[step.half], torch.cuda.Event):
-            torch.cuda.current_stream().wait_event(self._left[step.half])
+            self._left[step.half].wait(streams.current(self._tables.arena.device.index))
 
     def after_forward(self, step: Step) -> None:
         """Make ready the one copy that takes this step's rows off the device; reduced rows leave as what they were reduced to."""

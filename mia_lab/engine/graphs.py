@@ -10,11 +10,13 @@ import ctypes
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 
+from . import streams
+from .driver import call
 from .tables import Tables
 
 _VARIANTS = 8  # of one graph; a step that would need one more replays the whole graph
@@ -32,47 +34,36 @@ class _Params(ctypes.Structure):
                 ("extra", ctypes.c_void_p), ("kernel", ctypes.c_void_p), ("context", ctypes.c_void_p)]
 
 
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _call(name: str, *args: Any) -> None:
-    error = getattr(_driver(), name)(*args)
-    if error:
-        raise RuntimeError(f"CUDA's {name} failed with error {error}")
-
-
 def _nodes(graph: ctypes.c_void_p) -> list[int]:
     count = ctypes.c_size_t()
-    _call("cuGraphGetNodes", graph, None, ctypes.byref(count))
+    call("cuGraphGetNodes", graph, None, ctypes.byref(count))
     nodes = (ctypes.c_void_p * count.value)()
-    _call("cuGraphGetNodes", graph, nodes, ctypes.byref(count))
+    call("cuGraphGetNodes", graph, nodes, ctypes.byref(count))
     return list(nodes)
 
 
 def _neighbours(name: str, node: int) -> list[int]:
     """The nodes before or after one; edges may be programmatic, which only these second versions can tell."""
     count = ctypes.c_size_t()
-    _call(name, ctypes.c_void_p(node), None, None, ctypes.byref(count))
+    call(name, ctypes.c_void_p(node), None, None, ctypes.byref(count))
     nodes, edges = (ctypes.c_void_p * max(count.value, 1))(), (ctypes.c_uint64 * max(count.value, 1))()
     if count.value:
-        _call(name, ctypes.c_void_p(node), nodes, edges, ctypes.byref(count))
+        call(name, ctypes.c_void_p(node), nodes, edges, ctypes.byref(count))
     return list(nodes)[: count.value]
 
 
 def _index_of(node: int) -> int | None:
     """The address of a tap's index table; None for a node that is no tap that could be left out."""
     kind = ctypes.c_int()
-    _call("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
+    call("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
     if kind.value != _KERNEL_NODE:
         return None
     params, name = _Params(), ctypes.c_char_p()
-    _call("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(node), ctypes.byref(params))
+    call("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(node), ctypes.byref(params))
     if params.function:
-        _call("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(params.function))
+        call("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(params.function))
     else:
-        _call("cuKernelGetName", ctypes.byref(name), ctypes.c_void_p(params.kernel))
+        call("cuKernelGetName", ctypes.byref(name), ctypes.c_void_p(params.kernel))
     if name.value is None or name.value.decode() != _REMOVABLE or not params.arguments:
         return None
     return ctypes.cast(params.arguments[_INDEX_ARGUMENT], ctypes.POINTER(ctypes.c_uint64)).contents.value
@@ -82,18 +73,18 @@ def _take_out(graph: ctypes.c_void_p, node: int) -> None:
     """Remove a node; what waited for it waits for what it waited for."""
     before = _neighbours("cuGraphNodeGetDependencies_v2", node)
     after = _neighbours("cuGraphNodeGetDependentNodes_v2", node)
-    _call("cuGraphDestroyNode", ctypes.c_void_p(node))
+    call("cuGraphDestroyNode", ctypes.c_void_p(node))
     for later in after:
         held = set(_neighbours("cuGraphNodeGetDependencies_v2", later))
         for earlier in before:
             if earlier not in held:
-                _call("cuGraphAddDependencies_v2", graph, (ctypes.c_void_p * 1)(earlier), (ctypes.c_void_p * 1)(later), None,
+                call("cuGraphAddDependencies_v2", graph, (ctypes.c_void_p * 1)(earlier), (ctypes.c_void_p * 1)(later), None,
                       ctypes.c_size_t(1))
 
 
 def _free(executables: dict[Sites, ctypes.c_void_p]) -> None:
     while executables:
-        _call("cuGraphExecDestroy", executables.popitem()[1])
+        call("cuGraphExecDestroy", executables.popitem()[1])
 
 
 class TappedGraph(torch.cuda.CUDAGraph):
@@ -110,6 +101,7 @@ class TappedGraph(torch.cuda.CUDAGraph):
     def __init__(self, sites: dict[int, int], needed: Callable[[], Sites]) -> None:
         super().__init__(keep_graph=True)
         self._site_of, self._needed = sites, needed
+        self._device = torch.cuda.current_device()
         self._whole: Sites | None = None  # every site with a tap in this graph, once that is known
         self._last: Sites | None = None
         self._chosen = ctypes.c_void_p()
@@ -127,7 +119,7 @@ class TappedGraph(torch.cuda.CUDAGraph):
         if needed is not self._last:
             self._choose(needed & self._whole)
             self._last = needed
-        _call("cuGraphLaunch", self._chosen, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+        call("cuGraphLaunch", self._chosen, ctypes.c_void_p(streams.raw(self._device)))
 
     def _choose(self, wanted: Sites) -> None:
         if wanted not in self._variants and len(self._variants) >= _VARIANTS:
@@ -153,14 +145,14 @@ class TappedGraph(torch.cuda.CUDAGraph):
 
     def _without(self, sites: Sites) -> ctypes.c_void_p:
         graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
-        _call("cuGraphClone", ctypes.byref(graph), ctypes.c_void_p(self.raw_cuda_graph()))
+        call("cuGraphClone", ctypes.byref(graph), ctypes.c_void_p(self.raw_cuda_graph()))
         try:
             for site, nodes in self._taps(graph).items():
                 for node in nodes if site in sites else ():
                     _take_out(graph, node)
-            _call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
+            call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
         finally:
-            _call("cuGraphDestroy", graph)
+            call("cuGraphDestroy", graph)
         return executable
 
 

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from . import streams
+from .driver import copy_to_host
+
 Tensor = torch.Tensor
 
 
@@ -62,17 +65,18 @@ class Ring:
             place.copy_(source)
             return Done()
         ready, done = torch.cuda.Event(), torch.cuda.Event(blocking=True)
-        ready.record()
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            place.copy_(source, non_blocking=True)
-            done.record()
-            source.record_stream(self._stream)
+        ready.record(streams.current(source.device.index))
+        ready.wait(self._stream)
+        copy_to_host(place, source, self._stream.cuda_stream)
+        done.record(self._stream)
+        source.record_stream(self._stream)
         return done
 
     @property
     def congested(self) -> bool:
         """Whether more than half of the ring waits to be emptied."""
+        if not self._line.held:
+            return False
         with self._line.moved:
             return 2 * sum(piece.size for piece in self._line.held) > len(self._buffer)
 

@@ -10,6 +10,7 @@ import torch
 
 from mia_lab.kernels import program as P
 
+from . import streams
 from .claims import Claims
 from .gates import Gates
 from .tables import Line, Plan, PlanLayout, Program, Tables
@@ -340,7 +341,7 @@ class Router:
     def _send(self, rows: int) -> None:
         self._tables.rows[:rows].copy_(self._stages[self._turn][:rows], non_blocking=True)
         if self._events:
-            self._events[self._turn].record()
+            self._events[self._turn].record(streams.current(self._tables.rows.device.index))
 
 
 def _first_measures(terms: Sequence[Term]) -> set[int]:
