@@ -7,14 +7,17 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME = {"Session": "session", "Point": "points", "ActivationCache": "cache", "LazyTensor": "lazy", "Vector": "analysis.vectors",
-         "MiaError": "errors", "Recording": "recording", "Pairs": "analysis.pairs", "dataset": "analysis.data",
+         "MiaError": "errors", "library": "analysis.library", "Library": "analysis.library",
+         "Recording": "recording", "Pairs": "analysis.pairs", "dataset": "analysis.data",
          **dict.fromkeys(("combine", "orthogonalise"), "analysis.algebra"), "CosineMap": "analysis.cosines",
+         "Projection": "analysis.projection",
          **dict.fromkeys(("import_vector", "export_vector"), "analysis.importing"), "SparseAutoencoder": "analysis.autoencoder",
          **dict.fromkeys(("Edit", "Add", "Ablate", "Clamp", "Scale", "Replace", "Affine", "ClampFeature", "AttentionBias"), "edits"),
          **dict.fromkeys(("logit_diff", "log_prob"), "analysis.patching.metrics"), "PatchGrid": "analysis.patching.grids",
          "LogitLens": "analysis.lens.result", "TunedLens": "analysis.lens.tuned", "LogitAttribution": "analysis.lens.attribution",
-         **dict.fromkeys(("Probe", "Gate", "After", "Decay"), "gates"),
-         **dict.fromkeys(("export", "load", "verify", "Bundle"), "bundles.bundle"),
+         "AttentionView": "analysis.attention_view", "Readings": "analysis.live",
+         **dict.fromkeys(("Probe", "Gate", "After", "Decay"), "gates"), "OverheadCard": "bench.overhead_card",
+         **dict.fromkeys(("export", "load", "verify", "Bundle"), "bundles.bundle"), "sign": "bundles.signing",
          "grid": "analysis.sweep.settings", "Sweep": "analysis.sweep.result", "Choice": "analysis.sweep.choice",
          **dict.fromkeys(("token_odds", "answer_odds", "probe_reading"), "analysis.sweep.metrics"),
          **dict.fromkeys(("kl", "perplexity", "capability"), "analysis.sweep.side_metrics"),
@@ -30,6 +33,13 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext mia_lab` gives a notebook the cell magic `%%steer`."""
+    from .magic import Steering
+
+    shell.register_magics(Steering)
 
 
 def __dir__() -> list[str]:

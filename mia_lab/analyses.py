@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .analysis.lens.result import LogitLens
     from .analysis.lens.tuned import TunedLens
     from .analysis.patching.grids import PatchGrid
+    from .analysis.projection import Projection
     from .analysis.reft import ReftFit
     from .analysis.refusal import RefusalSearch
     from .analysis.sweep.result import Sweep
@@ -50,6 +51,17 @@ class Analyses(Texts):
 
         return judge(self, vector, pairs, at, draws)
 
+    def pca(self, pairs: Any, *, layers: int | Iterable[int] | None = None, point: str = "resid_post", at: int = -1,
+            vector: Vector | None = None) -> Projection:
+        """Return pairs in the plane of their first two principal components, at each layer, with the direction between the sides.
+
+        Both sides are taken together, about their common mean. vector: whose direction to draw, by default the difference of the
+        sides' means. `projection[layer]` is one layer; a view draws up to three.
+        """
+        from .analysis.projection import pca
+
+        return pca(self, pairs, layers, point, at, vector)
+
     def unit(self, point: str = "resid_post") -> torch.Tensor:
         """Return what coefficient 1.0 stands for at each tapped layer of a kind, `[layer]`: the mean centred norm of the
         stream over neutral text without BOS. Measured once a model, then read from the cache folder."""
@@ -61,7 +73,7 @@ class Analyses(Texts):
         return self._units[kind]
 
     def reft(self, examples: Iterable[tuple[Any, Any]], layer: int, *, rank: int = 4, where: Selector | None = None, steps: int = 100,
-             batch: int = 8, learning_rate: float = 1e-3, seed: int = 0, model: Any = None) -> ReftFit:
+             batch: int = 8, learning_rate: float = 1e-3, seed: int = 0, model: Any = None, progress: bool = True) -> ReftFit:
         """Train a LoReFT edit at `resid_post` of one layer, so that prompts are answered as in (prompt, answer) examples.
 
         where: the edited positions, by default the prompt's; a selector that takes in generated ones is trained on the answer's too.
@@ -70,10 +82,11 @@ class Analyses(Texts):
         """
         from .analysis.reft import fit_reft
 
-        return fit_reft(self, examples, layer, rank, where, steps, batch, learning_rate, seed, model)
+        return fit_reft(self, examples, layer, rank, where, steps, batch, learning_rate, seed, model, progress)
 
     def refusal_direction(self, pairs: Any, *, at: Iterable[int] = (-1,), says: Sequence[int | str] = ("I",),
-                          layers: Iterable[int] | None = None, max_kl: float = 0.1, skip_last: float = 0.2, seed: int = 0) -> RefusalSearch:
+                          layers: Iterable[int] | None = None, max_kl: float = 0.1, skip_last: float = 0.2, seed: int = 0,
+                          progress: bool = True) -> RefusalSearch:
         """Find the direction that refusals hang on, among mean differences of (harmful, harmless) requests by layer and position.
 
         `mia.dataset("refusal_pairs")` is such a set; chat models want chat messages. at: last positions, those after the request in
@@ -83,7 +96,7 @@ class Analyses(Texts):
         """
         from .analysis.refusal import search
 
-        return search(self, pairs, at, says, layers, max_kl, skip_last, seed)
+        return search(self, pairs, at, says, layers, max_kl, skip_last, seed, progress)
 
     # -- what a model computes ----------------------------------------------------------------------------------------
 

@@ -204,6 +204,11 @@ class ActivationCache(Components):
                 f"  {kinds} at {len(layers)} layers ({layers[0]} to {layers[-1]}): {len(self)} tensors\n"
                 f"  {human_bytes(self.nbytes)} held, {human_bytes(self.nbytes_fetched)} fetched")
 
+    def _repr_html_(self) -> str:
+        from .cards import as_html, cache_card
+
+        return as_html(cache_card(self))
+
 
 def _padded(source: RowSource, batch: Batch, point: Point) -> torch.Tensor:
     """Assemble `[batch pos d_model]` at one point; apart from the cache, whose tensors must not keep it alive."""
@@ -246,3 +251,8 @@ class PromptView:
         batch = self._cache._batch
         return (f"prompt {self._index} of {len(batch.n_prompt)}: {batch.n_positions[self._index]} positions "
                 f"({batch.n_prompt[self._index]} of the prompt), {len(self._cache)} tensors")
+
+    def _repr_html_(self) -> str:
+        from .cards import as_html, prompt_card
+
+        return as_html(prompt_card(self._cache, self._index))

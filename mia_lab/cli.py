@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+from .bundles.commands import bundle_commands
 from .errors import MiaError
 
 
@@ -31,17 +32,10 @@ def main(argv: list[str] | None = None) -> int:
     bench.add_argument("--session", type=json.loads, default={}, metavar="JSON", help="Session arguments for the tapped one")
     bench.add_argument("--peers", action="store_true", help="also run other tools on the same work, those that are installed")
     bench.add_argument("--out", type=Path, default=Path("overhead.json"), help="raw figures; a plot goes beside it")
-    inspect = commands.add_parser("inspect", help="print what a .steer bundle holds")
-    inspect.add_argument("bundle", type=Path)
-    diff = commands.add_parser("diff", help="print how a second bundle differs from a first; 1 where it does")
-    diff.add_argument("bundle", type=Path, nargs=2)
-    verify = commands.add_parser("verify", help="replay a bundle's golden outputs on a model; 1 where one differs")
-    verify.add_argument("bundle", type=Path)
-    verify.add_argument("model", help='"demo", a Hugging Face id or a path')
-    verify.add_argument("--session", type=json.loads, default={}, metavar="JSON", help="Session arguments and vLLM options")
+    run = {"demo": _demo, "card": _card, "bench": _bench} | bundle_commands(commands)
     args = parser.parse_args(argv)
     try:
-        return {"demo": _demo, "card": _card, "bench": _bench, "inspect": _inspect, "diff": _diff, "verify": _verify}[args.command](args)
+        return run[args.command](args)
     except MiaError as error:
         print(f"mia-lab {args.command}: {error}", file=sys.stderr)
         return 1
@@ -56,17 +50,10 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _card(args: argparse.Namespace) -> int:
     from .bench.card import card
-    from .show.parts import Table
-    from .show.text import render
 
-    lines = card(args.model, **args.engine)
-    rows = tuple((line.what, line.name, line.verdict, line.seen) for line in lines)
-    header = ("", "name", "verdict", "seen")
-    if args.markdown:
-        print("\n".join("| " + " | ".join(row) + " |" for row in (header, ("---",) * len(header), *rows)))
-    else:
-        print(render(Table(header, rows)))
-    return int(any(line.verdict in ("FAILED", "refused") for line in lines))
+    found = card(args.model, **args.engine)
+    print(found.markdown if args.markdown else found)
+    return int(not found.works)
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -90,32 +77,6 @@ def _bench(args: argparse.Namespace) -> int:
         pair.close()
         report.save(args.out, about, facts, rows, others)
     report.plot(args.out.with_suffix(".png"), rows)
-    return 0
-
-
-def _inspect(args: argparse.Namespace) -> int:
-    from .bundles.report import inspect
-    from .show.text import render
-
-    print(render(*inspect(args.bundle)))
-    return 0
-
-
-def _diff(args: argparse.Namespace) -> int:
-    from .bundles.report import differences
-
-    found = differences(*args.bundle)
-    print("\n".join(found) or "no difference")
-    return int(bool(found))
-
-
-def _verify(args: argparse.Namespace) -> int:
-    from .bundles.bundle import load, verify
-    from .session import Session
-
-    load(args.bundle)  # before minutes of loading a model
-    with Session(args.model, **args.session) as session:
-        print(verify(args.bundle, session))
     return 0
 
 

@@ -37,5 +37,9 @@ class ClosedError(MiaError, RuntimeError):
     """The session was closed, and the engine with it."""
 
 
+class EngineError(MiaError, RuntimeError):
+    """vLLM could not load a model, or its engine died; the message has the cause and the log's path."""
+
+
 class BundleError(MiaError, ValueError):
     """A bundle that cannot be read, or that does not do here what it did where it was made."""

@@ -52,6 +52,14 @@ class Probe:
         """What is added to `value . direction`."""
         return self.bias - (0.0 if self.mean is None else float(self.mean.double() @ self.direction.double()))
 
+    def read(self, value: torch.Tensor) -> float:
+        """Return the reading of one value, of any shape that holds `width` numbers; EditError for another width."""
+        flat = value.flatten().double()
+        if flat.shape != self.direction.shape:
+            raise EditError(f"the probe has width {len(self.direction)}, {self.at} has {len(flat)}")
+        flat = flat if self.mean is None else flat - self.mean.double()
+        return float(flat @ self.direction.double() / (flat.norm() if self.cosine else 1.0)) + self.bias
+
 
 @dataclass(frozen=True, eq=False)
 class Gate:

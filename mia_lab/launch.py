@@ -9,11 +9,13 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import failures, logs
 from .directions import digest
 from .engine.config import EngineOptions
 from .engine.shared import take
@@ -22,12 +24,13 @@ from .engine.wire import KEY, Span
 from .errors import ClosedError, MiaError, MissingRowsError, PromptError
 from .points import Point
 from .residual import Readout
+from .turns import Stopped, Turns
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
 # Read when vLLM is imported. On a CPU, vLLM would otherwise claim nearly all of the machine's memory for the KV cache.
-_DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+_DEFAULTS = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_COLOR": "0"}
 _CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 _VECTOR_BYTES = 256 << 20  # registered vectors that the worker keeps on its host
 _in_this_process: weakref.WeakSet = weakref.WeakSet()  # LLMs that share this process's distributed state
@@ -50,9 +53,13 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 def read_config(model: str, options: dict[str, Any]) -> Any:
     """Return the VllmConfig that a model and engine options lead to, before anything is loaded."""
     _set_defaults()
-    from vllm.engine.arg_utils import EngineArgs
+    with failures.Lifted(f"vLLM does not take {model!r} with these options"), logs.quiet():
+        from vllm.engine.arg_utils import EngineArgs
 
-    return EngineArgs(model=model, **options).create_engine_config()
+        failures.check_options(options, [field.name for field in fields(EngineArgs)])
+        config = EngineArgs(model=model, **options).create_engine_config()
+    logs.tame()
+    return config
 
 
 def _set_defaults() -> None:
@@ -63,10 +70,11 @@ def _set_defaults() -> None:
 def bare_engine(model: str, options: dict[str, Any]) -> Any:
     """Return a vLLM LLM without taps, in this process."""
     _set_defaults()
-    with _environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
+    with _environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}), logs.quiet():
         from vllm import LLM
 
         llm = LLM(model=model, **options)
+    logs.tame()
     _in_this_process.add(llm)
     return llm
 
@@ -75,7 +83,8 @@ def close_engine(llm: Any) -> None:
     """Shut one LLM down and return its memory; engines beside it in this process go on."""
     here = llm in _in_this_process
     _in_this_process.discard(llm)
-    shut_down(llm.llm_engine.engine_core, alone=not here or not _in_this_process)
+    with logs.quiet():
+        shut_down(llm.llm_engine.engine_core, alone=not here or not _in_this_process)
 
 
 class Engine:
@@ -87,12 +96,15 @@ class Engine:
         register()
         options = {"use_tqdm_on_load": False} | options
         additional = dict(options.pop("additional_config", None) or {}) | {KEY: asked.as_json()}
-        with _environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process))}), warnings.catch_warnings():
+        self._mark = logs.mark()  # since when the log is about what runs now
+        with (failures.Lifted(f"vLLM could not load {model!r}", self._mark), logs.quiet(), warnings.catch_warnings(),
+              _environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process))})):
             warnings.simplefilter("ignore", FutureWarning)  # vLLM's own, of torch
             from vllm import LLM
 
             self._llm: Any = LLM(model=model, additional_config=additional, **options)
-        self._broken, self.in_process = "", in_process
+        logs.tame()
+        self._broken, self.in_process, self.turns = "", in_process, Turns()
         if in_process:
             _in_this_process.add(self._llm)
         self._dropped: list[str] = []
@@ -126,39 +138,58 @@ class Engine:
 
     def rpc(self, method: str, *args: Any) -> Any:
         """Call one of the worker's `mia_*` methods and return what it gives."""
-        return self.llm.collective_rpc(f"mia_{method}", args=args)[0]
+        with self.turns.taken(), self._living():
+            return self.llm.collective_rpc(f"mia_{method}", args=args)[0]
 
     def run(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], lora: Any = None) -> list[RequestOutput]:
         """Run token prompts as one continuous batch, with a LoRA or without. Whatever interrupts it, no request is left."""
-        self._begin()
-        try:
-            outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], list(params), use_tqdm=False,
-                                        lora_request=lora)
-        except BaseException:
-            self._recover()
-            raise
-        self._check(enumerate(outputs))
-        return outputs
+        with self.turns.taken(), self._living():
+            self._begin()
+            try:
+                outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], list(params), use_tqdm=False,
+                                            lora_request=lora)
+            except BaseException:
+                self._recover()
+                raise
+            self._check(enumerate(outputs))
+            return outputs
 
     def steps(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Iterator[list[tuple[int, RequestOutput]]]:
         """Run token prompts as one batch and yield, after each engine step, the outputs that it moved on, with whose they are.
 
-        Let go before its end, it leaves no request behind.
+        Let go before its end, it leaves no request behind. Stopped after the step in which its turn was asked to end.
         """
-        self._begin()
-        names, engine = {uuid.uuid4().hex: i for i in range(len(prompts))}, self.llm.llm_engine
+        with self.turns.taken(), self._living():
+            self._begin()
+            names, engine = {uuid.uuid4().hex: i for i in range(len(prompts))}, self.llm.llm_engine
+            try:
+                for (name, i), asked in zip(names.items(), params, strict=True):
+                    engine.add_request(name, {"prompt_token_ids": prompts[i]}, asked)
+                while engine.has_unfinished_requests():
+                    self.turns.go_on()
+                    moved = [(names[output.request_id], output) for output in engine.step()]
+                    self._check(moved)
+                    yield moved
+            except (GeneratorExit, Stopped):  # between two steps: nothing is half done, and cached blocks hold what they say
+                self._abort()
+                raise
+            except BaseException:
+                self._recover()
+                raise
+
+    @contextmanager
+    def _living(self) -> Iterator[None]:
+        """EngineError, with the cause, where the engine's process dies; the session is then over."""
         try:
-            for (name, i), asked in zip(names.items(), params, strict=True):
-                engine.add_request(name, {"prompt_token_ids": prompts[i]}, asked)
-            while engine.has_unfinished_requests():
-                moved = [(names[output.request_id], output) for output in engine.step()]
-                self._check(moved)
-                yield moved
-        except BaseException:
-            self._recover()
-            raise
+            yield
+        except Exception as error:
+            if self.closed or not failures.died(self._llm.llm_engine.engine_core):
+                raise
+            self._broken = "its engine died"
+            raise failures.explained(error, "the engine of this session died", self._mark, elsewhere=True) from None
 
     def _begin(self) -> None:
+        self._mark = logs.mark()
         if self.llm.llm_engine.has_unfinished_requests():
             raise MiaError("this session is in the midst of a generation that is being watched; go through it to its end, or close() it")
         self.let_go()
@@ -200,11 +231,7 @@ class Engine:
         if self.closed:
             return
         try:
-            engine = self._llm.llm_engine
-            left = list(engine.output_processor.request_states)
-            if left:
-                internal = {"internal": True} if "internal" in inspect.signature(engine.abort_request).parameters else {}
-                engine.abort_request(left, **internal)
+            self._abort()
             self.rpc("recover")
             # vLLM names blocks when it schedules them, so after a broken-off step some are named and empty.
             if not self._llm.reset_prefix_cache():
@@ -213,12 +240,24 @@ class Engine:
             self._broken = "an interrupted run could not be cleaned up"
             raise
 
+    def _abort(self) -> None:
+        """End the requests that are left, as vLLM ends those of a client that went away."""
+        if self.closed:
+            return
+        engine = self._llm.llm_engine
+        left = list(engine.output_processor.request_states)
+        if left:
+            internal = {"internal": True} if "internal" in inspect.signature(engine.abort_request).parameters else {}
+            engine.abort_request(left, **internal)
+
     def close(self) -> None:
-        """Shut the engine down and return its memory."""
+        """Shut the engine down and return its memory; what another thread runs on it is stopped first."""
         if self._llm is None:
             return
-        llm, self._llm = self._llm, None
-        close_engine(llm)
+        self.turns.end()
+        with self.turns.taken():
+            llm, self._llm = self._llm, None
+            close_engine(llm)
         del llm
         gc.collect()
         if torch.cuda.is_available():

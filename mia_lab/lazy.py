@@ -98,6 +98,11 @@ class LazyTensor(torch.Tensor):
 
     __str__ = __repr__
 
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<code>{escape(repr(self))}</code>"
+
     def __format__(self, spec: str) -> str:
         return repr(self) if not spec else format(self.get(), spec)
 

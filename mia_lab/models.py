@@ -31,7 +31,13 @@ class ModelError(MiaError):
 
 
 def resolve(name: str) -> str:
-    """The path of the demo model for "demo", preparing it if need be; any other name or path unchanged."""
+    """The path of the demo model for "demo", preparing it if need be; any other name or path unchanged.
+
+    Raises:
+        ModelError: A path was given, and there is nothing.
+    """
+    if name.startswith(("/", "./", "../")) and not Path(name).exists():
+        raise ModelError(f'There is no model at {name}. Give a folder, a Hugging Face id as "Qwen/Qwen3-0.6B", or "demo".')
     return str(demo_model()) if name == "demo" else name
 
 

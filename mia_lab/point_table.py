@@ -44,5 +44,6 @@ class PointTable(Shown):
     def _parts(self) -> list[Table]:
         from .show.parts import Table
 
-        return [Table(tuple(self.data[0]), tuple(tuple(row.values()) for row in self.data))]
+        return [Table(tuple(self.data[0]), tuple(tuple(row.values()) for row in self.data),
+                      'Points of this session; others are tapped by mia.Session(..., points=["attn_out", ("mlp_out", 3)])')]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -26,6 +26,7 @@ from .points import DERIVED, Point, kind_of
 from .prompts import Prompts
 from .reading import asked_points, positions_at
 from .selectors import merge
+from .shown import progress_bar
 from .submit import per_prompt
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Recording:
 
 
 def record(session: Session, prompts: Iterable[Any], folder: str | Path, point: str, layers: int | Iterable[int] | None, at: Any,
-           edits: Any, before: bool, shard_bytes: int) -> Recording:
+           edits: Any, before: bool, shard_bytes: int, progress: bool) -> Recording:
     """Run prompts and write what `Session.record` promises."""
     kind, folder, edits = kind_of(point), Path(folder), _one_list(edits)
     if isinstance(prompts, str):
@@ -96,16 +97,20 @@ def record(session: Session, prompts: Iterable[Any], folder: str | Path, point: 
                               "complete": False})
     rows = max(1, shard_bytes // sum(session._engine.row_bytes((p.kind, p.layer)) for p in asked))
     rest, first, size = iter(prompts), 0, 8
-    with writer:
+    with progress_bar(progress) as bar, writer:
+        bar.stage(len(prompts) if isinstance(prompts, Sized) else None, "prompts")
         for shard in list(writer.about["shards"]):
             batch = _Batch(session, list(islice(rest, shard["stop"] - first)), first, asked, at, edits, before)
             if batch.sha != shard["sha"]:
                 raise MiaError(f"{folder} was recorded with other prompts, positions or edits from prompt {first} on; record into "
                                f"another folder")
+            bar.add(shard["stop"] - first)
             first = shard["stop"]
         while some := list(islice(rest, size)):
             batch = _Batch(session, some, first, asked, at, edits, before)
-            writer.write(batch, batch.run())
+            source, tokens = batch.run()
+            writer.write(batch, source)
+            bar.add(len(some), tokens)
             first += len(some)
             size = max(1, rows * len(some) // sum(map(len, batch.at)))  # prompts that fill a shard, if they go on like these
         writer.finish()
@@ -134,9 +139,10 @@ class _Batch:
             digest.update(f"{ids}{encode('_', spec)}".encode())
         self.sha = digest.hexdigest()
 
-    def run(self) -> EngineRows:
-        """Run the prompts; their rows are then on the host."""
-        return self._session._run(self.read, self._edits, {"max_tokens": 1, "temperature": 0.0}, self._takes)[1]
+    def run(self) -> tuple[EngineRows, int]:
+        """Run the prompts; their rows are then on the host. Also return how many tokens were computed."""
+        outputs, source = self._session._run(self.read, self._edits, {"max_tokens": 1, "temperature": 0.0}, self._takes)
+        return source, sum(len(output.prompt_token_ids) - (output.num_cached_tokens or 0) for output in outputs)
 
     def tensors(self, source: EngineRows) -> dict[str, torch.Tensor]:
         """What the shard holds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import logs
 from . import prompts as prompts_
 from .analyses import Analyses
 from .cache import ActivationCache, Batch
@@ -22,12 +24,14 @@ from .engine.config import EngineOptions, Sizes, refuse_unsupported
 from .engine.wire import ATTENTION, Reduce, Take
 from .errors import EditError, MiaError
 from .launch import Engine, EngineRows, read_config
-from .lazy import LazyTensor, human_bytes
+from .lazy import LazyTensor
 from .models import resolve
+from .panels import Panels
 from .points import DERIVED, KINDS, Point, every, select
 from .prompts import Prompts
 from .selectors import Context
 from .submit import Submitter, has_bos, per_prompt
+from .views import Views
 
 if TYPE_CHECKING:
     from .analysis.vectors import Vector
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
 EDIT_KINDS = ("add", "ablate", "clamp", "scale", "replace", "affine", "clampfeature", "attentionbias")
 
 
-class Session(Analyses):
+class Session(Analyses, Views, Panels):
     """A loaded model that can be read and steered while vLLM serves it.
 
     model: "demo" (the embedded Gemma 3 270M), any Hugging Face id, or a local path.
@@ -69,8 +73,7 @@ class Session(Analyses):
         self.d_model: int = config.model_config.get_hidden_size()
         self.edit_kinds = tuple(edits)
         self._defaults: list[Edit] = []
-        self._scopes: list[list[Edit]] = []
-        self._muted = 0  # open `unsteered` blocks
+        self._open, self._steering = _Open(), 0  # this thread's, and how many scopes are open in all
         self._units: dict[str, torch.Tensor] = {}
         if not max_biased_tokens:
             self.edit_kinds = tuple(kind for kind in self.edit_kinds if kind != "attentionbias")
@@ -166,7 +169,7 @@ class Session(Analyses):
     # -- steering -----------------------------------------------------------------------------------------------------
 
     def record(self, prompts: Iterable[Any], folder: str | Path, point: str = "resid_post", *, layers: int | Iterable[int] | None = None,
-               at: Any = None, edits: Any = None, before: bool = False, shard_bytes: int = 1 << 30) -> Recording:
+               at: Any = None, edits: Any = None, before: bool = False, shard_bytes: int = 1 << 30, progress: bool = True) -> Recording:
         """Stream the values at one kind of point, for any number of prompts, into shards of safetensors under `folder`.
 
         prompts: any iterable, read as it is needed. layers, at, before: as in `capture`; edits: one list for all prompts.
@@ -176,21 +179,23 @@ class Session(Analyses):
         """
         from .recording import record
 
-        return record(self, prompts, folder, point, layers, at, edits, before, shard_bytes)
+        return record(self, prompts, folder, point, layers, at, edits, before, shard_bytes, progress)
 
     def watch(self, prompts: Any, point: str = "resid_post", *, layers: int | Iterable[int] | None = None, max_tokens: int = 32,
-              temperature: float = 0.0, seed: int | None = None, edits: Any = None, **sampling: Any) -> Iterator[Moment]:
+              temperature: float = 0.0, seed: int | None = None, edits: Any = None, before: bool = False,
+              **sampling: Any) -> Iterator[Moment]:
         """Generate, and yield each position from the last of the prompt on as soon as its values `[layer *shape]` are here.
 
-        Prompts run as one batch, whose moments come as they are computed. Breaking off the loop ends the generation.
+        Prompts run as one batch, whose moments come as they are computed. Breaking off the loop ends the generation. before: values
+        before the edits at the point, not after.
         """
         from .watching import watch
 
-        return watch(self, prompts, point, layers, max_tokens, edits, dict(temperature=temperature, seed=seed) | sampling)
+        return watch(self, prompts, point, layers, max_tokens, edits, before, dict(temperature=temperature, seed=seed) | sampling)
 
     @contextmanager
     def steer(self, vector: Vector | torch.Tensor | Edit | Sequence[Edit], coeff: float = 1.0, **add: Any) -> Iterator[None]:
-        """Add `coeff` times a vector in everything that runs inside the `with` block. Scopes add up, and end on exceptions.
+        """Add `coeff` times a vector in everything that this thread runs inside the `with` block. Scopes add up, and end on exceptions.
 
         Takes the arguments of `Add`, or any edit, or several. Edits of outer scopes act first, those of a call last.
         Several layers of a vector act together.
@@ -199,22 +204,26 @@ class Session(Analyses):
             Add(vector, coeff, **add)]
         for edit in scope:  # a wrong width or an undeclared point fails here, not inside the block
             self._submit.check(edit)
-        self._scopes.append(scope)
+        self._open.scopes.append(scope)
+        self._open.own += 1
+        self._steering += 1
         try:
             yield
         finally:
-            self._scopes = [other for other in self._scopes if other is not scope]
+            self._open.scopes = [other for other in self._open.scopes if other is not scope]
+            self._open.own -= 1
+            self._steering -= 1
 
     @contextmanager
     def unsteered(self) -> Iterator[None]:
         """Suspend every open `steer` scope, and the default edits, inside the `with` block."""
-        scopes, self._scopes = self._scopes, []
-        self._muted += 1
+        scopes, self._open.scopes = self._open.scopes, []
+        self._open.muted += 1
         try:
             yield
         finally:
-            self._scopes = scopes
-            self._muted -= 1
+            self._open.scopes = scopes
+            self._open.muted -= 1
 
     def default(self, edits: Sequence[Edit]) -> None:
         """Set the edits that act on everything from now on, before those of scopes and calls; `[]` ends them."""
@@ -266,24 +275,24 @@ class Session(Analyses):
             raise MiaError("the prefix cache is in use and was not reset")
 
     @property
+    def log(self) -> Path:
+        """The file that vLLM's log, and what its processes print, went to."""
+        return logs.path()
+
+    @property
     def tapped(self) -> tuple[Point, ...]:
         """The points tapped in this session."""
         return tuple(self._points)
 
     def __repr__(self) -> str:
-        if self._engine.closed:
-            return f"Session({self.model}): closed"
-        config, facts = self._engine.config, self._engine.facts
-        compilation, cache = config.compilation_config, config.cache_config
-        kinds = {kind: sum(p.kind == kind for p in self._points) for kind in KINDS}
-        taps = ", ".join(f"{kind} x{n}" for kind, n in kinds.items() if n)
-        kv = (cache.num_gpu_blocks or 0) * cache.block_size
-        dtype = str(self.dtype).removeprefix("torch.")
-        return (f"Session: {self.model}, {self.n_layers} layers, d_model {self.d_model}, {dtype}, adds BOS: {self._has_bos_rule()}\n"
-                f"  compile {compilation.mode.name}, graphs {compilation.cudagraph_mode.name}, runner {facts['runner']}; "
-                f"taps {taps}\n"
-                f"  tables {human_bytes(facts['table_bytes'])}, up to {facts['captured_tokens']} captured tokens a step; "
-                f"KV room for {kv} tokens")
+        from .cards import session_text
+
+        return session_text(self)
+
+    def _repr_html_(self) -> str:
+        from .cards import as_html, session_card
+
+        return as_html(session_card(self))
 
     # -- closing ------------------------------------------------------------------------------------------------------
 
@@ -320,8 +329,11 @@ class Session(Analyses):
         return self._submit.run(read, edits, params, takes, reduce, matrices or {})
 
     def _scoped(self, edits: Sequence[Sequence[Edit]]) -> list[list[Edit]]:
-        """Each request's edits, after the defaults and those of open scopes."""
-        scoped = [edit for scope in ([] if self._muted else self._defaults, *self._scopes) for edit in scope]
+        """Each request's edits, after the defaults and those of open scopes; EditError where only another thread has one open."""
+        if self._steering and not (self._open.own or self._open.muted or self._open.apart):
+            raise EditError("a steer scope is open in another thread, and acts in that one alone; open it in this one, or give edits= "
+                            "with the call")
+        scoped = [edit for scope in ([] if self._open.muted else self._defaults, *self._open.scopes) for edit in scope]
         return [[*scoped, *mine] for mine in edits]
 
     def _top(self, edits: Sequence[Sequence[Edit]]) -> Point:
@@ -345,6 +357,18 @@ class Session(Analyses):
             return out
 
         return LazyTensor(load, (*stream.shape[:2], vocab), torch.float32, "logits")
+
+
+class _Open(threading.local):
+    """The `steer` scopes and the `unsteered` blocks that one thread has open: they are of its code, not of a panel beside it.
+
+    own: how many scopes it has open, suspended ones too. apart: whether it is known to work beside the scopes of others.
+    """
+
+    def __init__(self) -> None:
+        self.scopes: list[list[Edit]] = []
+        self.own = self.muted = 0
+        self.apart = False
 
 
 def _declare(points: Any, n_layers: int, biased: bool) -> tuple[tuple, frozenset, frozenset]:

@@ -2,10 +2,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .show.parts import Part
+    from .show.plot import Figure
+    from .show.progress import Bar
+
+
+def progress_bar(shown: Any = True) -> AbstractContextManager[Bar]:
+    """Show how far a long job inside the `with` block is; see show/progress.py. shown: whether, or a function that does it."""
+    from .show.progress import bar
+
+    return bar(shown)
 
 
 class Shown:
@@ -19,6 +29,17 @@ class Shown:
     def _brief(self) -> Iterable[Part]:
         """What of it is shown where there is only text."""
         return self._parts()
+
+    def _plots(self) -> Iterable[Part]:
+        """What of it is drawn; parts that are only told are left out."""
+        return self._parts()
+
+    @property
+    def figure(self) -> Figure:
+        """A plotly figure, whose output holds HTML and a PNG beside it, so that it is blank nowhere. MiaError where nothing is drawn."""
+        from .show.plot import figure
+
+        return figure(*self._plots())
 
     def __repr__(self) -> str:
         from .show.text import render

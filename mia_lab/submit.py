@@ -54,9 +54,10 @@ class Submitter:
         lora = params.pop("lora_request", None)
         if lora is not None:
             _check_lora(lora)
-        sampling, uids = self.prepare(read, edits, params, takes, reduce, matrices)
-        source = EngineRows(self._engine, uids)  # lets rows go also when the run breaks off
-        return self._engine.run(read.ids, sampling, lora), source
+        with self._engine.turns.taken():  # nobody else registers vectors, for which these might have to go, in between
+            sampling, uids = self.prepare(read, edits, params, takes, reduce, matrices)
+            source = EngineRows(self._engine, uids)  # lets rows go also when the run breaks off
+            return self._engine.run(read.ids, sampling, lora), source
 
     def prepare(self, read: Prompts, edits: Sequence[Sequence[Edit]], params: dict[str, Any], takes: Sequence[Sequence[Take]] = (),
                 reduce: Reduce | None = None, matrices: Mapping[str, torch.Tensor] = MappingProxyType({})) -> tuple[list, list[str]]:

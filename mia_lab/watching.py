@@ -11,7 +11,7 @@ import torch
 from .engine.wire import Take
 from .errors import MissingRowsError, PointError
 from .launch import EngineRows
-from .points import DERIVED, Point, kind_of
+from .points import DERIVED, Point, kind_of, select
 from .reading import asked_points
 from .submit import per_prompt
 
@@ -31,26 +31,27 @@ class Moment:
 
 
 def watch(session: Session, prompts: Any, point: str, layers: int | Iterable[int] | None, max_tokens: int, edits: Any,
-          sampling: dict[str, Any]) -> Iterator[Moment]:
+          before: bool, sampling: dict[str, Any]) -> Iterator[Moment]:
     """Check all that was asked, with the edits that are in force now, and return what `Session.watch` promises."""
     kind, read = kind_of(point), session._read(prompts)
     if kind in DERIVED:
         raise PointError(f"{kind} is rebuilt once all its rows are there; watch {' or '.join(DERIVED[kind])}")
     asked = asked_points(session, kind, layers)
-    takes = [[Take(p.kind, p.layer, ((len(ids) - 1, None),)) for p in asked] for ids in read.ids]
+    select(asked, session.tapped, session.n_layers)  # PointError for one that is not tapped
+    takes = [[Take(p.kind, p.layer, ((len(ids) - 1, None),), before) for p in asked] for ids in read.ids]
     edits = session._scoped(per_prompt(edits, len(read.ids)))
     params, uids = session._submit.prepare(read, edits, {"max_tokens": max_tokens} | sampling, takes)
-    return _moments(session._engine.steps(read.ids, params), EngineRows(session._engine, uids), read.ids, asked)
+    return _moments(session._engine.steps(read.ids, params), EngineRows(session._engine, uids), read.ids, asked, before)
 
 
-def _moments(steps: Iterable[list], source: EngineRows, ids: list[list[int]], asked: list[Point]) -> Iterator[Moment]:
+def _moments(steps: Iterable[list], source: EngineRows, ids: list[list[int]], asked: list[Point], before: bool) -> Iterator[Moment]:
     starts = [len(prompt) - 1 for prompt in ids]
     for i, output in chain.from_iterable(steps):
         tokens = [*ids[i], *output.outputs[0].token_ids]
         ready = range(starts[i], len(tokens) - 1)
         if not ready:
             continue
-        found = [source.rows(p, [i], since=starts[i])[0] for p in asked]
+        found = [source.rows(p, [i], before, since=starts[i])[0] for p in asked]
         if any(positions[: len(ready)].tolist() != list(ready) for positions, _ in found):
             raise MissingRowsError(f"prompt {i} went on to position {len(tokens) - 1} without its rows")
         for k, position in enumerate(ready):

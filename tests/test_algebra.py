@@ -117,7 +117,8 @@ def test_a_map_of_cosines_is_labelled_by_vector_and_layer() -> None:
     assert whole.values.shape == (6, 6) and "mood 2" in repr(whole) and "<table" in whole._repr_html_() and "style 9" in whole._repr_html_()
     with pytest.raises(EditError, match="no diagonal"):
         _ = whole.diagonal
-    assert whole.figure.data[0].z.shape == (6, 6)
+    grid = whole.figure.data[0].z
+    assert [value for row in grid for value in row] == pytest.approx([record["cosine"] for record in whole.data], abs=1e-6)
 
 
 def test_a_map_says_when_one_dimension_speaks_for_all() -> None:

@@ -1,6 +1,7 @@
 """Bundles: what goes in comes out, what was changed is refused, and a golden output is the same or the bundle is not verified."""
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
@@ -189,6 +190,43 @@ def test_a_folder_that_is_no_bundle_is_not_overwritten(tmp_path: Path) -> None:
     assert (place / "chapter").read_text() == "one"
 
 
+@pytest.mark.parametrize("dtype", ["F64", "C64", "F4"])
+def test_tensors_of_another_type_are_refused(bundle: Path, dtype: str) -> None:
+    size = {"F64": 8, "C64": 8, "F4": 1}[dtype]
+    head = json.dumps({"x": {"dtype": dtype, "shape": [2 if dtype == "F4" else 1], "data_offsets": [0, size]}}).encode()
+    data = len(head).to_bytes(8, "little") + head + bytes(size)
+    (bundle / "vector.safetensors").write_bytes(data)
+    changed(bundle, lambda about: about.update(tensors_sha256=hashlib.sha256(data).hexdigest()))
+    with pytest.raises(BundleError, match=r"vector\.safetensors"):
+        folder.read(bundle)
+
+
+def test_what_lies_beside_a_bundle_is_not_lost_and_a_link_stays_one(bundle: Path, tmp_path: Path) -> None:
+    about, tensors = folder.read(bundle).about, folder.read(bundle).tensors
+    (tmp_path / "link.steer").symlink_to(bundle)
+    folder.write(tmp_path / "link.steer", about, tensors)
+    assert (tmp_path / "link.steer").is_symlink() and folder.read(bundle).about == about
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([bundle.name, "link.steer"])
+    (bundle / "notes.md").write_text("mine")
+    with pytest.raises(BundleError, match=r"'notes\.md' beside its bundle, which would be lost"):
+        folder.write(bundle, about, tensors)
+    assert (bundle / "notes.md").read_text() == "mine"
+
+
+def test_a_bundle_that_does_not_say_where_it_is_from_is_refused_in_words(tmp_path: Path) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    said = {"tokens": [1], "log_probabilities": [-0.5]}
+    about = {"edits": encode([mia.Add(draw(8), 1.0, [1])], tensors, "edits"), "model": {"name": "m"}, "tokenizer": "t",
+             "golden": {"environment": {}, "outputs": [{"prompt": [1], "steered": said, "plain": said}]}}
+    assert "for m" in repr(mia.load(folder.write(tmp_path / "x.steer", about, tensors)))
+    for change in ({"model": {}}, {"golden": {"outputs": about["golden"]["outputs"]}}):
+        folder.write(tmp_path / "x.steer", about | change, tensors)
+        with pytest.raises(BundleError, match="does not say its model's name"):
+            mia.load(tmp_path / "x.steer")
+    with pytest.raises(BundleError, match="there is no "):
+        mia.load(tmp_path / "y.steer")
+
+
 def test_what_has_no_word_is_not_written() -> None:
     with pytest.raises(BundleError, match="no word for"):
         encode([object()], {}, "edits")
@@ -304,5 +342,5 @@ def test_what_the_session_cannot_run_is_not_exported(session: mia.Session, tmp_p
     assert not list(tmp_path.iterdir())
     path = mia.export(mia.Add(draw(session.d_model), 1.0, layers=[0]), tmp_path / "x.steer", session=session, max_tokens=2)
     shutil.rmtree(path)
-    with pytest.raises(BundleError, match=r"has no steer\.json"):
+    with pytest.raises(BundleError, match="there is no"):
         mia.load(path)

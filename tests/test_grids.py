@@ -53,7 +53,7 @@ def test_agreement_is_of_the_same_cells() -> None:
 
 def test_views_hold_every_cell() -> None:
     html = grid()._repr_html_()
-    assert html.count("<td") == 2 * 4 and "0.67" in html and "http" not in html and "&#x27;" in html
+    assert html.count("<td") == 2 * 3 and html.count("<th scope='row'") == 2 and "0.67" in html and "http" not in html and "&#x27;" in html
     figure = grid().figure
     assert figure.data[0].z[0][2] == pytest.approx(2 / 3) and list(figure.data[0].y) == ["L0", "L5"]
     one = grid(RAW[..., 0], positions=None)

@@ -37,7 +37,9 @@ def test_gaussians_are_as_separable_as_theory_says() -> None:
         assert float(found.d_prime[layer]) == pytest.approx(1.5, abs=0.08)
         assert float(found.auroc[layer]) == pytest.approx(NormalDist().cdf(1.5 / 2**0.5), abs=0.012)
         assert found.low[layer] < found.auroc[layer] < found.high[layer]
-    assert found.best in (3, 5) and "layer  3: 0.8" in repr(found)
+        assert float(found.accuracy[layer]) == pytest.approx(NormalDist().cdf(1.5 / 2), abs=0.012)
+        assert found.accuracy_low[layer] < found.accuracy[layer] < found.accuracy_high[layer]
+    assert found.best in (3, 5) and "3      0.8" in repr(found)
     turned = separability(positive, negative, -truth, [3, 5], ["g"] * 4000, draws=5)
     torch.testing.assert_close(turned.auroc, 1 - found.auroc)
 
@@ -75,9 +77,17 @@ def test_cosines_are_between_layers() -> None:
 def test_one_group_has_no_interval_and_no_best_layer() -> None:
     positive, negative, truth = sides(6, 1.0, 0, layers=2)
     found = separability(positive, negative, truth, [3, 5], ["g"] * 6, draws=5)
-    assert found.auroc.isfinite().all() and found.low.isnan().all() and found.high.isnan().all()
+    assert found.auroc.isfinite().all() and found.low.isnan().all() and found.high.isnan().all() and found.accuracy.isnan().all()
     with pytest.raises(EditError, match="several groups"):
         _ = found.best
+
+
+def test_a_threshold_knows_nothing_of_the_group_that_it_judges() -> None:
+    """Three groups of one pair; a threshold from all of them would put every prompt on its right side."""
+    positive, negative = (torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in ([1.0, 1.0, -8.0], [0.0, 0.0, -9.0]))
+    found = separability(positive, negative, torch.ones(1, 1), [4], list("abc"), draws=20)
+    # a: above (1 - 8 + 0 - 9) / 4 = -4 is 1, and 0 is not below; so b. c: above (1 + 1 + 0 + 0) / 4 = 0.5 is not -8, and -9 is below.
+    assert float(found.accuracy[0]) == 0.5
 
 
 def test_what_has_no_direction_or_no_value_is_not_judged() -> None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -53,6 +54,26 @@ def test_default_edits_act_before_scopes_and_these_before_those_of_a_call(sessio
     finally:
         session.default([])
     assert torch.allclose(session.capture(PROMPT, layers=1), base.get(), atol=1e-5)
+
+
+def test_a_scope_acts_in_the_thread_that_opened_it_and_another_is_told_so(session: mia.Session) -> None:
+    v = torch.randn(128, generator=torch.Generator().manual_seed(5))
+    base = session.capture(PROMPT, layers=1).get()
+
+    def scoped() -> torch.Tensor:
+        with session.steer(mia.Add(2 * v, 1.0, [1])):
+            return session.capture(PROMPT, layers=1).get()
+
+    def unsteered() -> torch.Tensor:
+        with session.unsteered():
+            return session.capture(PROMPT, layers=1).get()
+
+    with ThreadPoolExecutor(1) as pool, session.steer(mia.Add(v, 1.0, [1])):
+        with pytest.raises(EditError, match="open in another thread"):
+            pool.submit(session.generate, PROMPT, max_tokens=1).result()
+        assert torch.allclose(pool.submit(scoped).result(), base + 2 * v, atol=1e-4)
+        assert torch.allclose(pool.submit(unsteered).result(), base, atol=1e-5)
+        assert torch.allclose(session.capture(PROMPT, layers=1), base + v, atol=1e-4)
 
 
 def test_edit_kinds_that_were_not_declared_are_refused_when_they_are_used(open_tiny: Callable[..., Any]) -> None:

@@ -39,3 +39,7 @@ def test_a_page_stands_alone() -> None:
     assert page.startswith("<!doctype html>")
     assert "<title>T &amp; t</title>" in page
     assert "http" not in page
+
+
+def test_a_cell_of_two_lines_stays_a_line() -> None:
+    assert text.render(Table(("a", "b"), (("x\ny", "1"),))) == "a    b\nx⏎y  1"

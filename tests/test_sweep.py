@@ -157,7 +157,8 @@ def test_placebos_have_the_length_of_the_edit_and_shuffled_labels_their_own(sess
 
 @pytest.mark.full
 def test_an_interrupt_keeps_what_is_done_and_the_session_goes_on(session: mia.Session, vector: mia.Vector) -> None:
-    def stop(done: int) -> None:
+    def stop(done: int, tokens: int) -> None:
+        assert tokens >= done
         raise KeyboardInterrupt
 
     before = session.generate("abcd", max_tokens=5)

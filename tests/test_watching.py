@@ -75,6 +75,8 @@ def test_the_edits_in_force_are_those_of_the_call(session: mia.Session) -> None:
 def test_wrong_arguments_are_refused_before_the_first_step(session: mia.Session) -> None:
     with pytest.raises(PointError):
         session.watch(PROMPTS[0], layers=99)
+    with pytest.raises(PointError, match="not tapped"):
+        session.watch(PROMPTS[0], "resid_pre", layers=1)
     with pytest.raises(MiaError):
         session.watch(PROMPTS[0], top_p=-3.0)
 

@@ -11,7 +11,7 @@ from ..shown import Shown
 from .vectors import Vector
 
 if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
+    from ..show.parts import Heat, Part
 
 _LOUD = 0.5
 
@@ -64,21 +64,26 @@ class CosineMap(Shown):
         return [{"row": a, "row_layer": i, "column": b, "column_layer": j, "cosine": float(self.values[r, c])}
                 for r, (a, i) in enumerate(self.rows) for c, (b, j) in enumerate(self.columns)]
 
-    def _parts(self) -> list[Any]:
-        from ..show.parts import Prose, Table
+    def _heat(self) -> Heat:
+        from ..show.parts import Heat
 
-        header = ("", *(f"{name} {layer}" for name, layer in self.columns))
-        body = tuple((f"{name} {layer}", *(f"{c:+.2f}" for c in row)) for (name, layer), row in zip(self.rows, self.values.tolist()))
-        note = [Prose(f"One dimension holds {self.loud:.0%} of a direction's squared norm: cosines here say little else.")]
-        return [Table(header, body, "cosine"), *(note if self.loud > _LOUD else [])]
+        rows, columns = (tuple(f"{name} {layer}" for name, layer in labels) for labels in (self.rows, self.columns))
+        return Heat(rows, columns, tuple(map(tuple, self.values.tolist())), "cosine of each row's direction to each column's",
+                    axes=("direction", "direction"), unit="cosine")
 
-    @property
-    def figure(self) -> Figure:
-        """A plotly heat map."""
-        from plotly.graph_objects import Figure, Heatmap
+    def _parts(self) -> list[Part]:
+        return [self._heat(), *self._warning()]
 
-        x, y = ([f"{name} {layer}" for name, layer in labels] for labels in (self.columns, self.rows))
-        return Figure(Heatmap(z=self.values.numpy(), x=x, y=y, zmin=-1, zmax=1, colorscale="RdBu_r", colorbar={"title": "cosine"}))
+    def _brief(self) -> list[Part]:
+        from ..show.heat import BRIEF, fitted
+
+        return [fitted(self._heat(), BRIEF), *self._warning()]
+
+    def _warning(self) -> list[Part]:
+        from ..show.parts import Prose
+
+        said = f"One dimension holds {self.loud:.0%} of a direction's squared norm: cosines here say little else."
+        return [Prose(said)] if self.loud > _LOUD else []
 
 
 def _unit(vectors: list[Vector]) -> tuple[torch.Tensor, float]:

@@ -17,12 +17,10 @@ from ..errors import EditError, MiaError
 from ..points import Point
 from ..prompts import following
 from ..selectors import Selector, positions, prompt, window
-from ..shown import Shown
+from ..shown import Shown, progress_bar
 from .gradients import blocks_of, reference_model
 
 if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
     from ..session import Session
 
 Tensor = torch.Tensor
@@ -51,6 +49,9 @@ class ReftFit(Shown):
         return [{"step": step, "loss": loss} for step, loss in enumerate(self.losses)]
 
     def _parts(self) -> list[Any]:
+        return [*self._brief(), *self._plots()]
+
+    def _brief(self) -> list[Any]:
         from ..show.parts import Table
 
         losses = {"without the edit": self.before, "with it": self.after, "with it, in the engine": self.engine}
@@ -58,12 +59,12 @@ class ReftFit(Shown):
         return [Table(("loss, nats a token", ""), rows, f"LoReFT of rank {self.rank} at resid_post {self.layer}, {len(self.losses)} steps "
                                                         f"over {self.n_examples} examples")]
 
-    @property
-    def figure(self) -> Figure:
-        """The loss by step, drawn by plotly."""
-        from plotly.graph_objects import Figure, Scatter
+    def _plots(self) -> list[Any]:
+        from ..show.parts import Curve, Series
 
-        return Figure(Scatter(y=self.losses, name="loss"), {"xaxis": {"title": "step"}, "yaxis": {"title": "nats a token"}})
+        losses = Series("loss", tuple(map(float, range(len(self.losses)))), self.losses)
+        return [Curve((losses,), "step", "nats a token", f"Loss of each step's batch; on all examples {self.before:.3g} before and "
+                                                     f"{self.after:.3g} after", zero=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class _LoReft(nn.Module):
 
 
 def fit_reft(session: Session, examples: Iterable[tuple[Any, Any]], layer: int, rank: int, where: Selector | None, steps: int,
-             batch: int, learning_rate: float, seed: int, model: Any) -> ReftFit:
+             batch: int, learning_rate: float, seed: int, model: Any, progress: bool) -> ReftFit:
     """Return what `Session.reft` promises."""
     where = prompt() if where is None else where
     if Point("resid_post", layer) not in session.tapped or not 0 < rank <= session.d_model:
@@ -108,18 +109,24 @@ def fit_reft(session: Session, examples: Iterable[tuple[Any, Any]], layer: int, 
     listed = _read(session, examples, where)
     model = reference_model(session) if model is None else model
     taps = [p.layer for p in session.tapped if p.kind == "resid_post"]
-    draw = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         part = _LoReft(session.d_model, rank, float(session.unit()[taps.index(layer)]))
-    optimiser, losses = torch.optim.Adam(part.parameters(), learning_rate), []
-    for _ in range(steps):
-        chosen = torch.randperm(len(listed), generator=draw)[:batch].tolist()
-        loss = torch.stack([_loss(model, session, layer, listed[i], part) for i in chosen]).mean()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(float(loss.detach()))
+    draw, losses = torch.Generator().manual_seed(seed), []
+    optimiser = torch.optim.Adam(part.parameters(), learning_rate)
+    with progress_bar(progress) as bar:
+        bar.stage(steps, "steps")
+        try:
+            for _ in range(steps):
+                chosen = torch.randperm(len(listed), generator=draw)[:batch].tolist()
+                loss = torch.stack([_loss(model, session, layer, listed[i], part) for i in chosen]).mean()
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+                losses.append(float(loss.detach()))
+                bar.add()
+        except KeyboardInterrupt:
+            bar.broken_off("the edit is as far trained as that")
     edit = part.edit(layer, where)
     with torch.no_grad():
         before, after = (float(torch.stack([_loss(model, session, layer, e, p) for e in listed]).mean()) for p in (None, part))

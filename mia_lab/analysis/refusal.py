@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,14 +17,12 @@ import torch
 from ..edits import Ablate, Add
 from ..errors import EditError
 from ..points import Point
-from ..shown import Shown
+from ..shown import Shown, progress_bar
 from .fitting import mean_difference
 from .pairs import Pairs
 from .vectors import Vector
 
 if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
     from ..session import Session
 
 Tensor = torch.Tensor
@@ -96,6 +95,10 @@ class RefusalSearch(Shown):
                 for i, layer in enumerate(self.layers) for j, at in enumerate(self.positions)]
 
     def _parts(self) -> list[Any]:
+        about, *rest = self._brief()
+        return [about, *self._plots(), *rest]
+
+    def _brief(self) -> list[Any]:
         from ..show.parts import Prose, Table
 
         lines = sorted(self.data, key=lambda r: (not r["passes"], r["bypass"]))[:8]
@@ -110,12 +113,17 @@ class RefusalSearch(Shown):
             f"{held.induce:+.2f} with it, KL {held.kl:.3f}.")]
         return [about, Table(("layer", "position", "bypass", "induce", "KL", "passes"), body), *late]
 
-    @property
-    def figure(self) -> Figure:
-        """Bypass by layer and position, a plotly heat map."""
-        from plotly.graph_objects import Figure, Heatmap
+    def _plots(self) -> list[Any]:
+        """Each score over layers, a curve a position."""
+        from ..show.parts import Curve, Series
 
-        return Figure(Heatmap(z=self.bypass.numpy(), x=[str(p) for p in self.positions], y=list(self.layers), colorbar={"title": "bypass"}))
+        unsteered = f"log-odds of a refusal, unsteered {self.harmful:+.2f} to harmful requests and {self.harmless:+.2f} to harmless ones"
+        told = {"bypass": (f"Harmful requests with the direction taken out; {unsteered}", "log-odds"),
+                "induce": ("Harmless requests with the direction added", "log-odds"),
+                "kl": ("What taking the direction out does to harmless requests", "KL, nats")}
+        at = tuple(map(float, self.layers))
+        return [Curve(tuple(Series(f"position {p}", at, tuple(getattr(self, name)[:, j].tolist())) for j, p in enumerate(self.positions)),
+                      "layer", unit, caption) for name, (caption, unit) in told.items()]
 
 
 def ablations(direction: Tensor, sites: Sequence[Point]) -> list[Ablate]:
@@ -138,7 +146,7 @@ def log_odds(logits: Tensor, refusals: Sequence[int]) -> Tensor:
 
 
 def search(session: Session, pairs: Any, at: Iterable[int], says: Sequence[int | str], layers: Iterable[int] | None, max_kl: float,
-           skip_last: float, seed: int) -> RefusalSearch:
+           skip_last: float, seed: int, progress: bool) -> RefusalSearch:
     """Return what `Session.refusal_direction` promises."""
     splits, places = Pairs.of(pairs).split(seed=seed), tuple(int(p) for p in at)
     if not places or max(places) >= 0:
@@ -152,8 +160,12 @@ def search(session: Session, pairs: Any, at: Iterable[int], says: Sequence[int |
         rows = session.capture([*fit.positive, *fit.negative], layers=chosen, at=list(places)).float()  # [prompt layer pos d_model]
         directions = mean_difference(rows[: len(fit)], rows[len(fit) :])
         base = judge.base(splits.select)
-        found = torch.tensor([[judge.scores(base, directions[i, j], layer)[2:] for j in range(len(places))]
-                              for i, layer in enumerate(chosen)])
+        found = torch.zeros(len(chosen), len(places), 3)
+        with progress_bar(progress) as bar:
+            bar.stage(len(chosen) * len(places), "directions")
+            for i, j in product(range(len(chosen)), range(len(places))):
+                found[i, j] = torch.tensor(judge.scores(base, directions[i, j], chosen[i])[2:])
+                bar.add()
         bypass, induce, kl = found.unbind(-1)
         passes = passing(chosen, session.n_layers, induce, kl, max_kl, skip_last)
         held = None

@@ -12,16 +12,18 @@ from ..directions import Directions
 from ..errors import EditError
 from ..points import select
 from ..prompts import resolve_at
+from ..shown import Shown
 from .fitting import METHODS
 from .pairs import Pairs
 
 if TYPE_CHECKING:
     from ..session import Session
+    from ..show.parts import Part
     from .cosines import CosineMap
 
 
 @dataclass(frozen=True, eq=False)
-class Vector:
+class Vector(Shown):
     """Directions for edits. Coefficient 1.0 adds, at each layer, one mean centred norm of the stream there.
 
     rows `[layer d_model]` float32, already scaled to that norm; raw_norms and unit `[layer]`: the norm before scaling
@@ -114,6 +116,34 @@ class Vector:
         from .formats.own import load
 
         return load(path)
+
+    @property
+    def data(self) -> list[dict[str, Any]]:
+        """One record a layer: the norm that coefficient 1.0 adds, that of the raw difference, and the stream's mean centred norm."""
+        norms = self.rows.norm(dim=-1)
+        return [dict(layer=layer, norm=norm, raw_norm=raw, unit=unit, raw_share=raw / unit) for layer, norm, raw, unit in
+                zip(self.layers, norms.tolist(), self.raw_norms.tolist(), self.unit.tolist())]
+
+    def _parts(self) -> list[Part]:
+        from ..show.parts import Prose, Table
+
+        lines = [Prose(line.strip()) for line in repr(self).splitlines()]
+        if len(self.layers) > 1:
+            return [*lines, *self._plots()]
+        record = self.data[0]
+        return [*lines, Table(("coefficient 1.0 adds a norm of", "raw norm", "mean centred norm of the stream"),
+                              (tuple(f"{record[name]:.4g}" for name in ("norm", "raw_norm", "unit")),))]
+
+    def _plots(self) -> list[Part]:
+        """Norms by layer. What coefficient 1.0 adds is drawn where it is not the stream's norm, as it is for a fitted vector."""
+        from ..show.parts import Curve, Series
+
+        at, told = tuple(map(float, self.layers)), self.data
+        names = {"unit": "mean centred norm of the stream", "raw_norm": "raw difference"}
+        if not torch.allclose(self.rows.norm(dim=-1), self.unit, rtol=1e-3):
+            names["norm"] = "what coefficient 1.0 adds"
+        series = tuple(Series(name, at, tuple(record[key] for record in told)) for key, name in names.items())
+        return [Curve(series, "layer", "norm", f"{self.method} at {self.kind}: norms by layer")]
 
     def __repr__(self) -> str:
         span = f"layer {self.layers[0]}" if len(self.layers) == 1 else f"{len(self.layers)} layers ({self.layers[0]} to {self.layers[-1]})"

@@ -1,9 +1,9 @@
 """The support card: what of mia_lab works on a model, each verdict from running it."""
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, astuple, dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,10 @@ from ..points import KINDS, Point, ranges
 from ..reductions import Norm
 from ..selectors import generated, window
 from ..session import Session
+from ..shown import Shown
+
+if TYPE_CHECKING:
+    from ..show.parts import Table
 
 _IDS = list(range(5, 45))
 
@@ -28,14 +32,50 @@ class Line:
     seen: str
 
 
-def card(model: str, **engine: Any) -> list[Line]:
+@dataclass(frozen=True, slots=True, repr=False)
+class Card(Shown):
+    """The lines of a model's card, to be iterated over, shown as a table, or printed as Markdown."""
+
+    model: str
+    lines: tuple[Line, ...]
+
+    def __iter__(self) -> Iterator[Line]:
+        return iter(self.lines)
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    @property
+    def works(self) -> bool:
+        """Whether nothing failed and nothing was refused; a point may be absent."""
+        return all(line.verdict in ("ok", "absent") for line in self.lines)
+
+    @property
+    def data(self) -> list[dict[str, str]]:
+        """One row a line: what, name, verdict, seen."""
+        return [asdict(line) for line in self.lines]
+
+    @property
+    def markdown(self) -> str:
+        """The card as a Markdown table."""
+        table = self._parts()[0]
+        return "\n".join("| " + " | ".join(row) + " |" for row in (table.header, ("---",) * len(table.header), *table.rows))
+
+    def _parts(self) -> list[Table]:
+        from ..show.parts import Table
+
+        said = "works" if self.works else "does not all work"
+        return [Table(("", "name", "verdict", "seen"), tuple(map(astuple, self.lines)), f"What was tried on {self.model} {said}")]
+
+
+def card(model: str, **engine: Any) -> Card:
     """Load a model with every point and edit, and return a verdict for each, and for vLLM features beside them."""
     try:
         session = Session(model, points=None, max_biased_tokens=256, **engine)
     except MiaError as error:
-        return [Line("model", model, "refused", str(error))]
+        return Card(model, (Line("model", model, "refused", str(error)),))
     with session:
-        return [*_points(session), *_edits(session), *_features(session)]
+        return Card(model, (*_points(session), *_edits(session), *_features(session)))
 
 
 def _points(session: Session) -> list[Line]:

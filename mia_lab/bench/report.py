@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..lazy import human_bytes
+from ..show.parts import Curve, Series
+from ..show.png import png
 from .overhead import Facts, Figure, Row
 from .peers import PeerRow
 
@@ -53,22 +55,25 @@ def save(path: Path, machine: dict[str, Any], facts: Sequence[Facts], rows: Sequ
                                 "peers": list(map(asdict, peers))}, indent=1))
 
 
-def plot(path: Path, rows: Sequence[Row]) -> None:
-    """Draw time per token against batch size, one line a case with its interval, one panel a model and kind of work."""
-    from matplotlib.figure import Figure as Canvas
+def curves(rows: Sequence[Row]) -> tuple[Curve, ...]:
+    """Time per token beside no taps, in percent more, by batch size: one series a case, one curve a model and kind of work."""
+    panels: dict[tuple[str, int, int], list[Row]] = {}
+    for row in rows:
+        panels.setdefault((row.model, row.work.tokens_in, row.work.tokens_out), []).append(row)
+    found = []
+    for (model, tokens_in, tokens_out), mine in panels.items():
+        batches = sorted({row.work.batch for row in mine})
+        series = tuple(_series(name, [row for row in mine if row.case == name], batches) for name in dict.fromkeys(r.case for r in mine))
+        found.append(Curve(series, "requests in the batch", "time per token, % more", f"{model}, {tokens_in} tokens in, {tokens_out} out: "
+                           f"what taps add, with intervals", ticks=tuple(map(str, batches))))
+    return tuple(found)
 
-    panels = list(dict.fromkeys((row.model, row.work.tokens_in, row.work.tokens_out) for row in rows))
-    canvas = Canvas(figsize=(6.0 * len(panels), 4.2), layout="constrained")
-    for axes, panel in zip(canvas.subplots(1, len(panels), squeeze=False)[0], panels):
-        mine = [row for row in rows if (row.model, row.work.tokens_in, row.work.tokens_out) == panel]
-        for name in dict.fromkeys(row.case for row in mine):
-            line = [row for row in mine if row.case == name]
-            figures = [row.tpot_ms for row in line]
-            middle = [100 * (f.ratio - 1) for f in figures]
-            spread = [[100 * (f.ratio - f.low) for f in figures], [100 * (f.high - f.ratio) for f in figures]]
-            axes.errorbar([row.work.batch for row in line], middle, yerr=spread, marker="o", capsize=2, label=name)
-        axes.axhline(0.0, color="grey", linewidth=0.8)
-        axes.set(title=f"{panel[0]}, {panel[1]} tokens in, {panel[2]} out", xlabel="requests in the batch", xscale="log",
-                 ylabel="time per token beside no taps, %")
-        axes.legend(fontsize="small")
-    canvas.savefig(path, dpi=110)
+
+def _series(name: str, rows: Sequence[Row], batches: Sequence[int]) -> Series:
+    more = ([100 * (getattr(row.tpot_ms, end) - 1) for row in rows] for end in ("ratio", "low", "high"))
+    return Series(name, tuple(float(batches.index(row.work.batch)) for row in rows), *map(tuple, more))
+
+
+def plot(path: Path, rows: Sequence[Row]) -> None:
+    """Draw the curves as a PNG."""
+    path.write_bytes(png(*curves(rows)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..edits import Edit
 from ..errors import BundleError
-from . import folder
+from . import folder, signing
 from .codec import Tensors, decode_edits, encode
 from .golden import PROMPTS, Golden, Replay, as_json, environment, record, replay, tokenizer_hash
 
@@ -61,18 +61,34 @@ class Verification:
                 f"difference {max(one.worst for one in self.steered):.2g})")
 
 
-def export(edits: Sequence[Edit] | Edit, path: str | Path, *, session: Session, prompts: Sequence[Any] = PROMPTS, max_tokens: int = 24,
-           provenance: dict[str, Any] | None = None, evaluation: dict[str, Any] | None = None) -> Path:
+def export(edits: Sequence[Edit] | Edit, path: str | Path, *, session: Session | None = None, prompts: Sequence[Any] = PROMPTS,
+           max_tokens: int = 24, provenance: dict[str, Any] | None = None, evaluation: dict[str, Any] | None = None,
+           format: str | None = None, **options: Any) -> Path:
     """Write edits, with golden outputs of `max_tokens` tokens after each prompt, as a bundle; return its path.
 
     path: a folder `NAME.steer`, or a zip where it ends in .zip. provenance: how they were fitted; evaluation: what they were found
     to do; both as JSON. Open `steer` scopes do not enter. Raises EditError where the session could not run an edit.
+
+    format: another tool's, of those that `mia-lab targets` lists, where the path's suffix does not say it; then nothing is run. The
+    options are model=, which some formats keep, and bos=, what becomes of BOS where a format cannot name it: "none" (prompts have
+    none), "skip" (it is position 0, and left out) or "edit" (edited like the rest); a session knows. Raises BundleError, with the
+    reason, for what the format cannot say.
     """
-    edits = [edits] if isinstance(edits, Edit) else list(edits)
+    from .targets.registry import export_to, guess
+
+    edits = [edits] if isinstance(edits, Edit) else edits if isinstance(edits, Bundle) else list(edits)
+    for edit in edits if session is not None else ():
+        session._submit.check(edit)
+    known = guess(Path(path))
+    if format is not None or known is not None:
+        if session is not None:
+            options.setdefault("bos", "skip" if session._has_bos_rule() else "none")
+        return export_to(format or known.name, edits, path, **options)
+    if options or session is None:
+        raise BundleError(f"a bundle takes no {next(iter(options))}=" if options else
+                          "a bundle holds what a model said with the edits: give session=, or format= for another tool's file")
     if not edits or not prompts:
         raise BundleError("a bundle holds at least one edit, and a golden output of at least one prompt")
-    for edit in edits:
-        session._submit.check(edit)
     tensors: Tensors = {}
     about = {"edits": encode(edits, tensors, "edits"), "provenance": provenance or {}, "evaluation": evaluation or {},
              "model": {"name": session.model, "weights": session.fingerprint, "configuration": session.configuration,
@@ -82,24 +98,48 @@ def export(edits: Sequence[Edit] | Edit, path: str | Path, *, session: Session, 
     return folder.write(path, about, tensors)
 
 
-def load(path: str | Path) -> Bundle:
-    """Read a bundle as a list of edits. Raises BundleError for what is none, or was changed since it was written."""
-    found = folder.read(path)
+def load(path: str | Path, *, signer: str | Path | bytes | None = None, format: str | None = None, **options: Any) -> Bundle | list[Edit]:
+    """Read a bundle as a list of edits. Raises BundleError for what is none, or was changed since it was written.
+
+    signer: a public ed25519 key (PEM, its file, or 64 hexadecimal digits); then a bundle that its holder did not sign is refused.
+    format: another tool's, of those that `mia-lab targets` lists, where the file's name does not say it; `options` as it takes them.
+    """
+    from .targets.registry import guess, import_from
+
+    known = None if format is not None or Path(path).is_dir() else guess(Path(path))
+    if format is not None or known is not None:
+        if signer is not None:
+            raise BundleError(f"{path} is no bundle, and only bundles are signed")
+        return import_from(format or known.name, path, **options)
+    if options:
+        raise BundleError(f"a bundle takes no {next(iter(options))}=; for another tool's file give format= too")
+    return opened(path, signer)[0]
+
+
+def opened(path: str | Path, signer: str | Path | bytes | None = None, strict: bool = False) -> tuple[Bundle, dict[str, bytes]]:
+    """A bundle, and the very bytes of the files that it was read from; strict as `folder.get` says, as it is with a signer."""
+    files = folder.get(path, strict=strict or signer is not None)
+    if signer is not None:
+        signing.check(files, signer, path)
+    found = folder.parse(files, path)
     for name, kind in (("model", dict), ("golden", dict), ("tokenizer", str), ("edits", list)):
         if not isinstance(found.about.get(name), kind):
             raise BundleError(f"{path}: steer.json lacks {name!r}")
+    if not isinstance(found.about["model"].get("name"), str) or not isinstance(found.about["golden"].get("environment"), dict):
+        raise BundleError(f"{path}: steer.json does not say its model's name, or where its golden outputs were made")
     bundle = Bundle(decode_edits(found.about["edits"], found.tensors), found.about, Path(path))
     if not bundle or not bundle.goldens:
         raise BundleError(f"{path} holds no edit, or no golden output")
-    return bundle
+    return bundle, files
 
 
-def verify(path: str | Path, session: Session) -> Verification:
+def verify(path: str | Path, session: Session, *, signer: str | Path | bytes | None = None) -> Verification:
     """Replay a bundle's golden outputs on a session, one at a time.
 
-    Raises BundleError, which says what differs, when the model or tokenizer is another or an output is not the golden one.
+    signer: a public key, as for `load`. Raises BundleError, which says what differs, when the model or tokenizer is another or an
+    output is not the golden one.
     """
-    bundle = load(path)
+    bundle = opened(path, signer)[0]
     here, there = environment(session), bundle.about["golden"].get("environment")
     _same_model(bundle, session, same_type=isinstance(there, dict) and there.get("dtype") == here["dtype"])
     for edit in bundle:

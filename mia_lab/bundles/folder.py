@@ -1,11 +1,16 @@
-"""A bundle on disk: `NAME.steer/` with `steer.json` and `vector.safetensors`, or the same two in a zip. Equal contents give equal bytes."""
+"""A bundle on disk: `NAME.steer/` with `steer.json` and `vector.safetensors`, or the same in a zip. Equal contents give equal bytes.
+
+A bundle that was signed has `signature.json` beside them.
+"""
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +24,9 @@ from safetensors.torch import save as write_tensors
 from ..errors import BundleError
 
 FORMAT, VERSION = "mia_lab steer", 1
-ABOUT, TENSORS = "steer.json", "vector.safetensors"
+ABOUT, TENSORS, SIGNATURE = "steer.json", "vector.safetensors", "signature.json"
 LIMITS = {ABOUT: 8 << 20, TENSORS: 2 << 30}  # bytes
+MAX_SIGNATURE = 64 << 10
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)  # a zip's entries have dates, and equal contents are to give equal bytes
 
 
@@ -38,76 +44,133 @@ def write(path: str | Path, about: Mapping[str, Any], tensors: Mapping[str, torc
     data = write_tensors({name: tensors[name].contiguous() for name in sorted(tensors)})
     said = {"format": FORMAT, "version": VERSION, **about, "tensors_sha256": hashlib.sha256(data).hexdigest()}
     files = {ABOUT: (json.dumps(said, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode(), TENSORS: data}
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    return put(path, files)
+
+
+def put(path: Path, files: Mapping[str, bytes]) -> Path:
+    """Write a bundle's files as they are; what was there is replaced once the new ones are whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    place = path.resolve()  # a link stays one
+    scratch = place.with_name(f".{place.name}.{os.getpid()}")
     if path.suffix == ".zip":
-        with zipfile.ZipFile(scratch, "w", zipfile.ZIP_STORED) as archive:
-            for name, content in files.items():
-                archive.writestr(zipfile.ZipInfo(name, _LONG_AGO), content)
-        scratch.replace(path)
+        scratch.write_bytes(zipped(files))
+        scratch.replace(place)
         return path
     if path.exists() and not (path / ABOUT).exists():
         raise BundleError(f"{path} is there and is no bundle; choose another name, such as {path.with_suffix('.steer').name}")
-    scratch.mkdir()
-    for name, content in files.items():
-        (scratch / name).write_bytes(content)
-    old = path.with_name(f".{path.name}.{os.getpid()}.old")
-    if path.exists():
-        path.replace(old)
-    scratch.replace(path)
+    strange = sorted({file.name for file in place.iterdir()} - {ABOUT, TENSORS, SIGNATURE}) if path.exists() else []
+    if strange:
+        raise BundleError(f"{path} holds {strange[0]!r} beside its bundle, which would be lost; move it away, or choose another name")
+    old = place.with_name(f"{scratch.name}.old")
+    try:
+        scratch.mkdir()
+        for name, content in files.items():
+            (scratch / name).write_bytes(content)
+        if place.exists():
+            place.replace(old)
+        scratch.replace(place)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
     return path
 
 
+def zipped(files: Mapping[str, bytes]) -> bytes:
+    """The bytes of a zip of a bundle's files."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in files.items():
+            archive.writestr(zipfile.ZipInfo(name, _LONG_AGO), content)
+    return buffer.getvalue()
+
+
+def as_zip(path: str | Path) -> bytes:
+    """The bytes of a bundle's zip, whichever form it has."""
+    return zipped(get(path))
+
+
+def get(path: str | Path, strict: bool = False) -> dict[str, bytes]:
+    """A bundle's files by name. Raises BundleError, before anything large is read, for what is none or is too large.
+
+    strict: also where a folder holds any other file, as a zip never may.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise BundleError(f"there is no {path}")
+    return _read_zip(path) if path.is_file() else _read_folder(path, strict)
+
+
 def read(path: str | Path) -> Contents:
     """Read a bundle. Raises BundleError, before anything large is read, for what is none, is too large or was changed."""
-    path = Path(path)
-    text, data = (_read_zip if path.is_file() else _read_folder)(path)
+    return parse(get(path), path)
+
+
+def parse(files: Mapping[str, bytes], path: str | Path) -> Contents:
+    """What a bundle's files hold; BundleError where they are not of one another, or no bundle."""
+    text, data = files[ABOUT], files[TENSORS]
     try:
         about = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{path}: {ABOUT} is no JSON: {error}") from None
     if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise BundleError(f"{path}: {ABOUT} does not say format {FORMAT!r}; other tools' files: mia.import_vector(path)")
+        raise BundleError(f"{path}: {ABOUT} does not say format {FORMAT!r}; other tools' files: mia.load(path, format=...)")
     if about.get("version") != VERSION:
         raise BundleError(f"{path} has version {about.get('version')!r}; this mia_lab reads version {VERSION}")
     if about.get("tensors_sha256") != hashlib.sha256(data).hexdigest():
         raise BundleError(f"{path}: {TENSORS} is not the file that {ABOUT} was written with")
     try:
-        return Contents(about, read_tensors(data))
-    except SafetensorError as error:
+        tensors = read_tensors(data)
+    except (SafetensorError, KeyError) as error:  # a type that torch lacks is a KeyError
         raise BundleError(f"{path}: {TENSORS}: {error}") from None
+    other = sorted(name for name, held in tensors.items() if held.dtype != torch.float32)
+    if other:
+        raise BundleError(f"{path}: {TENSORS} holds {other[0]!r} as {tensors[other[0]].dtype}; a bundle's tensors are float32")
+    return Contents(about, tensors)
 
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no number")
 
 
-def _read_folder(path: Path) -> tuple[bytes, bytes]:
-    found = []
+def _read_folder(path: Path, strict: bool) -> dict[str, bytes]:
+    found = {}
     for name, limit in LIMITS.items():
-        file = path / name
-        if not file.is_file():
+        if not (path / name).is_file():
             raise BundleError(f"{path} has no {name}; a bundle is a folder with {' and '.join(LIMITS)}, or a zip of these")
-        _within(path, name, file.stat().st_size, limit)
-        found.append(file.read_bytes())
-    return found[0], found[1]
+        found[name] = _read_file(path, name, limit)
+    if (path / SIGNATURE).is_file():
+        found[SIGNATURE] = _read_file(path, SIGNATURE, MAX_SIGNATURE)
+    strange = sorted({file.name for file in path.iterdir()} - set(found)) if strict else []
+    if strange:
+        raise BundleError(f"{path} holds {strange[0]!r} beside its bundle, which no signature covers")
+    return found
 
 
-def _read_zip(path: Path) -> tuple[bytes, bytes]:
+def _read_file(path: Path, name: str, limit: int) -> bytes:
+    _within(path, name, (path / name).stat().st_size, limit)
+    with (path / name).open("rb") as file:  # which may grow meanwhile
+        found = file.read(limit + 1)
+    _within(path, name, len(found), limit)
+    return found
+
+
+def _read_zip(path: Path) -> dict[str, bytes]:
+    limits = LIMITS | {SIGNATURE: MAX_SIGNATURE}
     try:
         with zipfile.ZipFile(path) as archive:
-            if sorted(archive.namelist()) != sorted(LIMITS):
-                raise BundleError(f"{path} holds {archive.namelist()[:4]}; a bundle's zip holds {' and '.join(LIMITS)} and nothing else")
-            found = []
-            for name, limit in LIMITS.items():
-                _within(path, name, archive.getinfo(name).file_size, limit)
+            names = archive.namelist()
+            if sorted(names) not in (sorted(LIMITS), sorted(limits)):
+                raise BundleError(f"{path} holds {names[:4]}; a bundle's zip holds {' and '.join(LIMITS)} and nothing else")
+            found = {}
+            for name in sorted(names, key=list(limits).index):
+                _within(path, name, archive.getinfo(name).file_size, limits[name])
                 with archive.open(name) as file:  # a header may lie about the size
-                    found.append(file.read(limit + 1))
-                _within(path, name, len(found[-1]), limit)
-            return found[0], found[1]
-    except (zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
-        raise BundleError(f"{path} cannot be read as a zip: {error}") from None
+                    found[name] = file.read(limits[name] + 1)
+                _within(path, name, len(found[name]), limits[name])
+            return found
+    except (zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError, EOFError, zlib.error) as error:
+        raise BundleError(f"{path} cannot be read as a zip: {error}. Is it another tool's? mia.load(path, format=...), or "
+                          f"mia-lab convert --from FORMAT") from None
 
 
 def _within(path: Path, name: str, size: int, limit: int) -> None:

@@ -94,6 +94,8 @@ class Lab:
         return {"n_layers": layout.n_layers, "sandwich": layout.sandwich, "has_unembedding": layout.has_unembedding,
                 "absent": [[*site, reason] for site, reason in layout.absent.items()],
                 "shapes": [[*site, list(place.shape)] for site, place in layout.places.items()],
+                "windows": [[layer, place.module.sliding_window] for (kind, layer), place in layout.places.items()
+                            if kind == "q" and getattr(place.module, "sliding_window", None)],
                 "sites": [list(site) for site in self._sites],
                 "wide": sorted({kind for (kind, _), place in layout.places.items() if getattr(place.at, "wide", False)}),
                 "read_only": sorted({kind for (kind, _), place in layout.places.items() if not getattr(place.at, "edits", True)}),

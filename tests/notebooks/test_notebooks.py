@@ -22,7 +22,9 @@ def test_a_committed_notebook_is_executed_small_and_free_of_widgets(path: Path) 
     assert "widget-view" not in text
     cells = [cell for cell in nbformat.reads(text, as_version=4).cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-    assert not [o for cell in cells for o in cell.outputs if o.output_type == "error"]
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert max((len("".join(output.get("data", {}).get("text/html", ""))) for output in outputs), default=0) < 300_000
 
 
 @pytest.mark.full

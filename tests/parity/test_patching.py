@@ -14,6 +14,7 @@ from mia_lab.analysis.patching.cells import Job, measure
 from mia_lab.analysis.patching.metrics import Judge
 from mia_lab.errors import EditError, PointError, PromptError
 from mia_lab.points import Point
+from mia_lab.show.progress import Bar
 from parity import reference
 
 pytestmark = pytest.mark.full
@@ -131,7 +132,7 @@ def test_a_run_patched_with_its_own_values_is_that_run(session: mia.Session) -> 
     rows = session.capture([ids], at=None)[0]  # [layer pos d_model]
     jobs = [Job(0, ids, lambda layer=layer, t=t: [mia.Replace(rows[layer][t], [layer], where=mia.positions([t]))])
             for layer in range(session.n_layers) for t in range(len(ids))]
-    found = measure(session, [Job(0, ids, list), *jobs], Judge(session, METRIC, 1))
+    found = measure(session, [Job(0, ids, list), *jobs], Judge(session, METRIC, 1), None, Bar(None))
     torch.testing.assert_close(found.values[1:], found.values[:1].expand(len(jobs)), rtol=1e-4, atol=1e-5)
     assert found.done == len(jobs) + 1
 
@@ -209,7 +210,7 @@ def test_an_interrupt_keeps_what_is_done(session: mia.Session, monkeypatch: pyte
     there = ~part.raw.isnan()
     assert not part.complete and "NaN" in repr(part) and 4 < int(there[..., FIRST:].sum()) < whole.ran
     torch.testing.assert_close(part.raw[there], whole.raw[there], rtol=1e-4, atol=1e-5)
-    assert "are kept" in capsys.readouterr().err
+    assert "interrupted; what is done is kept" in capsys.readouterr().err
     assert session.generate(CLEAN, max_tokens=2)
 
 

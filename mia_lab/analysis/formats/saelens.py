@@ -28,6 +28,10 @@ def load(folder: str | Path) -> SparseAutoencoder:
     encoder, decoder = weights["W_enc"], weights["W_dec"]
     if encoder.ndim != 2 or encoder.shape != decoder.T.shape:
         raise EditError(f"{folder} has an encoder of shape {list(encoder.shape)} and a decoder of shape {list(decoder.shape)}")
+    width, features = encoder.shape
+    for name, size in (("b_enc", features), ("b_dec", width), ("threshold", features)):
+        if name in weights and weights[name].shape != (size,):
+            raise EditError(f"{folder} has {name} of shape {list(weights[name].shape)}; its encoder needs [{size}]")
     bias = weights["b_enc"]
     if config["apply_b_dec_to_input"]:
         bias = bias - (weights["b_dec"].double() @ encoder.double()).float()
@@ -49,7 +53,10 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     try:
         found = json.loads((folder / "cfg.json").read_text(encoding="utf-8"))
         weights = {name: tensor.float() for name, tensor in load_file(folder / "sae_weights.safetensors").items()}
-    except (OSError, ValueError, SafetensorError) as error:
+        inner = [found, *(found.get(name) or {} for name in ("metadata", "activation_fn_kwargs", "model_from_pretrained_kwargs"))]
+        if not all(isinstance(value, dict) for value in inner):
+            raise ValueError("cfg.json holds a list where it has to hold fields")
+    except (OSError, ValueError, KeyError, AttributeError, RecursionError, SafetensorError) as error:
         raise EditError(f"{folder} is no SAELens folder (cfg.json and sae_weights.safetensors): {error}") from None
     config = {_OLD.get(key, key): value for key, value in (found | (found.get("metadata") or {})).items()}
     kwargs = config.get("activation_fn_kwargs") or {}
@@ -74,7 +81,8 @@ def _refuse(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
         (_centred(config) and "resid" not in str(config.get("hook_name")),
          f"it was trained on centred weights at {config.get('hook_name')}; only the stream can be centred afterwards"),
         (config.get("hook_name_out") not in (None, config.get("hook_name")), "it is a transcoder, which writes elsewhere than it reads"),
-        (config["architecture"] == "topk" and not config.get("k"), "cfg.json does not say how many features are kept"),
+        (config["architecture"] == "topk" and (type(config.get("k")) is not int or config["k"] < 1),
+         "cfg.json does not say how many features are kept"),
         (bool(absent), f"the weights lack {', '.join(sorted(absent))}"),
     ):
         if is_so:

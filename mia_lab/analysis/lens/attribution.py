@@ -5,6 +5,7 @@ stream, and logits are those before a soft cap. It says nothing of what a part d
 """
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,11 @@ from ...submit import per_prompt
 
 if TYPE_CHECKING:
     from ...session import Session
-    from ...show.parts import Part
+    from ...show.parts import Heat, Part
 
 Tensor = torch.Tensor
 _SHOWN = 12
+_OF_LAYER = re.compile(r"L(\d+)(H\d+)|(\d+)_(\w+)")
 
 
 @dataclass(frozen=True, eq=False, slots=True, repr=False)
@@ -62,18 +64,35 @@ class LogitAttribution(Shown):
         """One row for each component."""
         return [dict(component=label, contribution=value) for label, value in zip(self.labels, self.values.tolist())]
 
-    @property
-    def figure(self) -> Any:
-        """A plotly bar chart of all components, in the order of the forward pass."""
-        import plotly.graph_objects as go
+    def _plots(self) -> tuple[Part, ...]:
+        """All components in the order of the forward pass, and those of the layers as a grid."""
+        from ...show.parts import Bars
 
-        return go.Figure(go.Bar(x=list(self.labels), y=self.values.tolist()), layout={"title": self._title(), "yaxis": {"title": "logits"}})
+        return Bars(self.labels, tuple(self.values.tolist()), f"what each part adds to the {self._title()}"), self._heat()
 
     def _title(self) -> str:
         less = "" if self.wrong is None else f" less {self.wrong!r}"
         return f"logit of {self.answer!r}{less} after {self.tokens[self.position]!r}"
 
+    def _heat(self) -> Heat:
+        """What each layer's parts add, the last layer on top; what belongs to no layer is not among them."""
+        from ...show.parts import Heat
+
+        found: dict[int, dict[str, float]] = {}
+        for label, value in zip(self.labels, self.values.tolist()):
+            if place := _OF_LAYER.fullmatch(label):
+                found.setdefault(int(place[1] or place[3]), {})[place[2] or place[4]] = value
+        columns = tuple(dict.fromkeys(part for parts in found.values() for part in parts))
+        end = max((abs(value) for parts in found.values() for value in parts.values()), default=1.0)
+        rows = sorted(found, reverse=True)
+        values = tuple(tuple(found[layer].get(part, float("nan")) for part in columns) for layer in rows)
+        return Heat(tuple(map(str, rows)), columns, values, f"by layer, to the {self._title()}", low=-end, high=end,
+                    axes=("layer", "part"), unit="logits")
+
     def _parts(self) -> tuple[Part, ...]:
+        return *self._brief(), self._heat()
+
+    def _brief(self) -> tuple[Part, ...]:
         from ...show.parts import Bars, Prose
 
         order = self.values.abs().argsort(descending=True)[:_SHOWN].tolist()

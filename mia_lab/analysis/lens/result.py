@@ -1,7 +1,7 @@
 """LogitLens: what each layer says next, as tensors, rows for a data frame, text, HTML or a figure."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +10,12 @@ import torch
 from ...shown import Shown
 
 if TYPE_CHECKING:
-    from ...show.parts import Part
+    from ...show.parts import Heat, Part
 
 Tensor = torch.Tensor
 EMBED = "embed"
+_PROMPTS = 4  # in one view
+_CELLS = 1500  # up to which a note tells five tokens, and beyond which three
 
 
 @dataclass(frozen=True, eq=False, slots=True, repr=False)
@@ -60,41 +62,66 @@ class LogitLens(Shown):
                      probabilities=chances[i, row, j].tolist(), ranks=self.ranks[i, row, j].tolist())
                 for i in range(len(self.tokens)) for j in range(len(self.tokens[i])) for row, layer in enumerate(self.layers)]
 
-    @property
-    def figure(self) -> Any:
-        """A plotly heat map of prompt 0: the likeliest token of each layer at each position, coloured by its probability."""
-        import plotly.graph_objects as go
+    def _plots(self) -> tuple[Heat, ...]:
+        """Prompt 0."""
+        return (self._heat(),)
 
-        n = len(self.tokens[0])
-        names = [[self._text(t) for t in row[:n, 0].tolist()] for row in self.top[0]]
-        ticks = [f"{p} {self._text(t)!r}" for p, t in zip(self.positions[0], self.tokens[0])]
-        shown = go.Heatmap(z=self.top_probabilities[0, :, :n, 0].tolist(), x=ticks, y=[str(layer) for layer in self.layers], text=names,
-                           texttemplate="%{text}", zmin=0, zmax=1, colorscale="Blues", colorbar={"title": "probability"})
-        return go.Figure(shown, layout={"xaxis": {"title": "after"}, "yaxis": {"title": "layer", "type": "category"}})
+    def _heat(self, i: int = 0, rows: Sequence[int] | None = None, places: Sequence[int] | None = None) -> Heat:
+        """The likeliest token of prompt i at some of its layers and positions, by default all, the last layer on top."""
+        from ...show.marks import marked
+        from ...show.parts import Heat
+
+        rows = range(len(self.layers))[::-1] if rows is None else rows
+        places = range(len(self.tokens[i])) if places is None else places
+        told = 5 if len(rows) * len(places) <= _CELLS else 3
+        top, likely = self.top[i].tolist(), self.top_probabilities[i].tolist()  # [layer pos k]
+        kl, entropy = self.kl[i].tolist(), self.entropy[i].tolist()  # [layer pos]
+
+        def note(row: int, j: int) -> str:
+            names = (f"{marked(self._text(token))} {p:.2f}" for token, p in zip(top[row][j][:told], likely[row][j]))
+            return "\n".join([*names, f"KL {kl[row][j]:.2f}, entropy {entropy[row][j]:.2f}"])
+
+        return Heat(tuple(str(self.layers[row]) for row in rows),
+                    tuple(f"{self.positions[i][j]} {marked(self._text(self.tokens[i][j]))}" for j in places),
+                    tuple(tuple(likely[row][j][0] for j in places) for row in rows), f"prompt {i}, {len(self.tokens[i])} positions",
+                    tuple(tuple(self._text(top[row][j][0]) for j in places) for row in rows),
+                    tuple(tuple(note(row, j) for j in places) for row in rows),
+                    low=0.0, high=1.0, axes=("layer", "after"), unit="probability of the likeliest next token")
 
     def _parts(self) -> Iterator[Part]:
-        return self._tables(most_layers=len(self.layers), most_positions=48, most_prompts=4)
+        from ...show.heat import BUDGET, fitted
+        from ...show.parts import Prose, Slides
+
+        n = min(len(self.tokens), _PROMPTS)
+        yield Prose(self._title())
+        pages = tuple((fitted(self._heat(i), BUDGET // n), self._last(i, range(len(self.layers))[::-1])) for i in range(n))
+        if n > 1:
+            yield Slides("prompt", tuple(map(str, range(n))), pages)
+        else:
+            yield from pages[0]
+        if n < len(self.tokens):
+            yield Prose(f"Prompts {n} to {len(self.tokens) - 1} are left out of this view, not of .data")
 
     def _brief(self) -> Iterator[Part]:
-        return self._tables(most_layers=8, most_positions=6, most_prompts=1)
+        from ...show.parts import Prose
 
-    def _tables(self, most_layers: int, most_positions: int, most_prompts: int) -> Iterator[Part]:
-        from ...show.parts import Prose, Table
+        n, step = len(self.tokens[0]), -(-len(self.layers) // 8)
+        rows = range(len(self.layers))[::-step]  # the last one first
+        yield Prose(self._title())
+        yield self._heat(0, rows, range(max(0, n - 6), n))
+        yield self._last(0, rows)
 
+    def _title(self) -> str:
         first, last, n = self.layers[0], self.layers[-1], len(self.tokens)
-        yield Prose(f"{'Tuned' if self.tuned else 'Logit'} lens{f' of {self.tuned}' if self.tuned else ''} on {n} "
-                    f"prompt{'s' * (n > 1)}, layers {first} to {last}: the likeliest next token and its probability")
-        step = -(-len(self.layers) // most_layers)
-        rows = list(range(len(self.layers)))[::-step]  # the last one first
-        for i, tokens in enumerate(self.tokens[:most_prompts]):
-            places = range(max(0, len(tokens) - most_positions), len(tokens))
-            header = ("layer", *(f"{self.positions[i][j]} {self._text(tokens[j])!r}" for j in places), "KL at the last")
-            body = [(str(self.layers[row]), *(self._cell(i, row, j) for j in places), f"{float(self.kl[i, row, len(tokens) - 1]):.3g}")
-                    for row in rows]
-            yield Table(header, tuple(body), f"prompt {i}, {len(tokens)} positions")
+        return (f"{'Tuned' if self.tuned else 'Logit'} lens{f' of {self.tuned}' if self.tuned else ''} on {n} "
+                f"prompt{'s' * (n > 1)}, layers {first} to {last}: the likeliest next token and its probability")
 
-    def _cell(self, i: int, row: int, j: int) -> str:
-        return f"{self._text(int(self.top[i, row, j, 0]))!r} {float(self.top_log_probabilities[i, row, j, 0].exp()):.2f}"
+    def _last(self, i: int, rows: Sequence[int]) -> Part:
+        """How far each layer is from the model's own choice at the last position."""
+        from ...show.parts import Prose
+
+        found = (f"{float(self.kl[i, row, len(self.tokens[i]) - 1]):.3g} at {self.layers[row]}" for row in rows)
+        return Prose(f"KL at the last position, by layer, in nats: {', '.join(found)}")
 
     def _text(self, token: int) -> str:
         return self.texts[token]

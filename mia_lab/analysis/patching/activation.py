@@ -17,6 +17,7 @@ from ...errors import EditError, MissingRowsError, PointError, PromptError
 from ...points import Point, kind_of, select
 from ...prompts import Prompts, resolve_at
 from ...selectors import positions as at_positions
+from ...shown import progress_bar
 from .cells import Job, measure, top_point
 from .grids import PatchGrid
 from .metrics import Judge, Metric
@@ -80,7 +81,8 @@ def patch(session: Session, clean: Any, corrupt: Any, point: str, metric: Metric
                 continue  # the two runs are one up to here
             jobs.append(Job(i, base[i], partial(replaced, found.rows[points[j]][i], points[j], group, chosen[k])))
             places.append((i, j, k, m))
-    done = measure(session, jobs, judge, batch, progress)
+    with progress_bar(progress and bool(jobs)) as bar:
+        done = measure(session, jobs, judge, batch, bar)
     if jobs:
         raw[tuple(torch.tensor(places).T)] = done.values
     raw = raw.squeeze([axis for axis, labels in ((2, heads), (3, names)) if labels is None])

@@ -1,7 +1,6 @@
 """Many edited runs that each come down to one number, as one continuous batch."""
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
 
     from ...session import Session
+    from ...show.progress import Bar
 
 Tensor = torch.Tensor
 _TOGETHER, _BYTES = 4096, 256 << 20  # requests handed to the engine at a time, and what their vectors may take on the host
@@ -52,10 +52,10 @@ def top_point(session: Session) -> tuple[Point, bool]:
     return top, top.kind == "final_norm"
 
 
-def measure(session: Session, jobs: Sequence[Job], judge: Judge, batch: int | None = None, progress: bool = False) -> Measured:
+def measure(session: Session, jobs: Sequence[Job], judge: Judge, batch: int | None, bar: Bar) -> Measured:
     """Run every job and return the metric at its last prompt position. A KeyboardInterrupt keeps what is done.
 
-    batch: jobs handed to the engine at a time at most, by default as many as its tables hold.
+    batch: jobs handed to the engine at a time at most, by default as many as its tables hold. bar: is told how far it is.
     """
     values = torch.full((len(jobs),), float("nan"), dtype=torch.float64)
     top = top_point(session)[0]
@@ -64,17 +64,18 @@ def measure(session: Session, jobs: Sequence[Job], judge: Judge, batch: int | No
         part = jobs[low:]
         values[[low + i for i in over]] = judge(_last_rows(source, top, over, part), [part[i].pair for i in over])
 
-    tally = run(session, jobs, lambda job: [Take(top.kind, top.layer, ((len(job.ids) - 1, len(job.ids)),))], keep, batch, progress)
+    tally = run(session, jobs, lambda job: [Take(top.kind, top.layer, ((len(job.ids) - 1, len(job.ids)),))], keep, batch, bar)
     return Measured(values, tally.done, tally.tokens, tally.cached, time.perf_counter() - tally.start)
 
 
 def run(session: Session, jobs: Sequence[Job], takes: Callable[[Job], list[Take]],
-        keep: Callable[[EngineRows, list[int], int], None], batch: int | None, progress: bool) -> Tally:
+        keep: Callable[[EngineRows, list[int], int], None], batch: int | None, bar: Bar) -> Tally:
     """Run jobs in as large parts as the engine's tables hold, with what each captures.
 
     keep(rows, over, low) is told of each part which of its jobs are over, counted from job `low` on, also after an interrupt.
     """
-    tally = Tally(len(jobs), progress, time.perf_counter())
+    tally = Tally(bar, time.perf_counter())
+    bar.stage(len(jobs), "runs")
     size, low = batch or _together(session, jobs), 0
     try:
         while low < len(jobs):
@@ -98,9 +99,7 @@ def run(session: Session, jobs: Sequence[Job], takes: Callable[[Job], list[Take]
                     keep(source, over, low)
             low += len(part)
     except KeyboardInterrupt:
-        print(f"\nmia_lab: interrupted; {tally.done} of {len(jobs)} runs are kept, what needs the others is NaN", file=sys.stderr)
-    if progress and jobs:
-        print(file=sys.stderr)
+        bar.broken_off("what is done is kept, what needs the others is NaN")
     return tally
 
 
@@ -120,8 +119,7 @@ def _together(session: Session, jobs: Sequence[Job]) -> int:
 class Tally:
     """How far a run of jobs is: how many of them are over, their prompt tokens, and those that came from the prefix cache."""
 
-    total: int
-    progress: bool
+    bar: Bar
     start: float
     done: int = 0
     tokens: int = 0
@@ -129,12 +127,12 @@ class Tally:
 
     def add(self, outputs: Sequence[RequestOutput]) -> None:
         """Count finished runs, and say how far it is."""
+        tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        cached = sum(output.num_cached_tokens or 0 for output in outputs)
         self.done += len(outputs)
-        self.tokens += sum(len(output.prompt_token_ids) for output in outputs)
-        self.cached += sum(output.num_cached_tokens or 0 for output in outputs)
-        if self.progress:
-            seconds = time.perf_counter() - self.start
-            print(f"\rmia_lab: {self.done} of {self.total} runs, {seconds:.1f} s", end="", file=sys.stderr, flush=True)
+        self.tokens += tokens
+        self.cached += cached
+        self.bar.add(len(outputs), tokens - cached)
 
 
 def _last_rows(source: EngineRows, top: Point, asked: Sequence[int], jobs: Sequence[Job]) -> Tensor:

@@ -11,9 +11,7 @@ from ...errors import EditError
 from ...shown import Shown
 
 if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
-    from ...show.parts import Table
+    from ...show.parts import Heat, Part
 
 Tensor = torch.Tensor
 
@@ -115,19 +113,31 @@ class PatchGrid(Shown):
         names = [f"H{label}" if self.positions is None and self.heads is not None else str(label) for label in columns]
         return labels, names, self.scores.reshape(len(labels), len(columns))
 
-    def _parts(self) -> list[Table]:
-        from ...show.parts import Table
+    def _heat(self) -> Heat:
+        from ...show.parts import Heat
 
         labels, columns, scores = self._rows()
-        cells = [["" if value != value else f"{value:.2f}".replace("-0.00", "0.00") for value in row] for row in scores.tolist()]
-        return [Table(("", *columns), tuple((label, *row) for label, row in zip(labels, cells)), self._caption())]
+        metric = self.raw.mean(0).reshape(scores.shape).tolist()
+        ends = f"clean {float(self.clean.mean()):.3g}, corrupt {float(self.corrupt.mean()):.3g}"
+        notes = tuple(tuple("not run" if value != value else f"{score:.3f}: metric {value:.3g} ({ends})" for score, value in zip(*row))
+                      for row in zip(scores.tolist(), metric))
+        *down, across = self._axes if len(self._axes) > 1 else [*self._axes, ""]
+        return Heat(tuple(labels), tuple(columns), tuple(map(tuple, scores.tolist())), self._caption(), notes=notes,
+                    axes=(" ".join(down), across), unit="score")
 
-    @property
-    def figure(self) -> Figure:
-        """A plotly heat map of the scores, centred on 0."""
-        from plotly.graph_objects import Figure, Heatmap
+    def _parts(self) -> list[Heat]:
+        return [self._heat()]
 
-        labels, columns, scores = self._rows()
-        heat = Heatmap(z=scores.tolist(), x=columns, y=labels, colorscale="RdBu_r", zmid=0, zmin=-1, zmax=1,
-                       hovertemplate="%{y}, %{x}: %{z:.3f}<extra></extra>")
-        return Figure(heat, layout=dict(title=self._caption(), yaxis=dict(autorange="reversed"), xaxis=dict(type="category")))
+    def _brief(self) -> list[Heat]:
+        from ...show.heat import BRIEF, fitted
+
+        return [fitted(self._heat(), BRIEF)]
+
+    def _plots(self) -> list[Part]:
+        """A grid, or a curve where only layers were patched."""
+        from ...show.parts import Curve, Series
+
+        if list(self._axes) != ["layer"]:
+            return [self._heat()]
+        scores = Series("score", tuple(map(float, self.layers)), tuple(self.scores.tolist()))
+        return [Curve((scores,), "layer", "score", self._caption())]

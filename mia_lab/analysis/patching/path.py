@@ -19,6 +19,7 @@ from ...errors import EditError, MissingRowsError, PointError
 from ...launch import EngineRows
 from ...points import Point, parse, select
 from ...selectors import everywhere
+from ...shown import progress_bar
 from .activation import Group, Sources, asked_points, groups_of, heads_of, read_pairs, replaced, sources
 from .cells import Job, measure, run, top_point
 from .grids import PatchGrid
@@ -26,6 +27,7 @@ from .metrics import Judge, Metric
 
 if TYPE_CHECKING:
     from ...session import Session
+    from ...show.progress import Bar
 
 Tensor = torch.Tensor
 BRANCHES = ("z", "attn_out", "mlp_out")
@@ -71,10 +73,11 @@ def path_patch(session: Session, clean: Any, corrupt: Any, receivers: Any, sende
     senders = [_Sender(i, (i, j, k, m), points[j], chosen[k], groups[i][m]) for i in range(shape[0]) for j in range(shape[1])
                for k in range(shape[2]) for m in range(shape[3]) if not ends or any(_after(end.point, points[j]) for end in ends)]
     jobs = [Job(s.pair, base[s.pair], partial(_sent, s, found, frozen[s.pair])) for s in senders]
-    if ends:
-        jobs = _received(session, senders, jobs, ends, batch, progress)
-    there = [i for i, job in enumerate(jobs) if job is not None]
-    done = measure(session, [jobs[i] for i in there], judge, batch, progress)
+    with progress_bar(progress and bool(jobs)) as bar:
+        if ends:
+            jobs = _received(session, senders, jobs, ends, batch, bar)
+        there = [i for i, job in enumerate(jobs) if job is not None]
+        done = measure(session, [jobs[i] for i in there], judge, batch, bar)
     raw = (found.corrupt if direction == "denoise" else found.clean).view(-1, 1, 1, 1).repeat(1, *shape[1:])
     for s in senders:
         raw[s.place] = float("nan")
@@ -127,7 +130,7 @@ def _sent(sender: _Sender, found: Sources, frozen: dict[Point, Edit]) -> list[Ed
 
 
 def _received(session: Session, senders: Sequence[_Sender], jobs: Sequence[Job], ends: Sequence[Receiver], batch: int | None,
-              progress: bool) -> list[Job | None]:
+              bar: Bar) -> list[Job | None]:
     """Run the jobs and return those that put what the receivers made of it into the base run; None where an interrupt came first."""
     wanted = sorted({end.point for end in ends})
     found: list[Job | None] = [None] * len(jobs)
@@ -144,7 +147,7 @@ def _received(session: Session, senders: Sequence[_Sender], jobs: Sequence[Job],
                 rows[p] = value.float()  # [pos *shape]
             found[low + i] = Job(job.pair, job.ids, partial(_put, rows, [e for e in ends if _after(e.point, senders[low + i].point)]))
 
-    run(session, jobs, lambda job: [Take(p.kind, p.layer, ((0, len(job.ids)),), True) for p in wanted], keep, batch, progress)
+    run(session, jobs, lambda job: [Take(p.kind, p.layer, ((0, len(job.ids)),), True) for p in wanted], keep, batch, bar)
     return found
 
 

@@ -17,8 +17,7 @@ from .side_metrics import KL, Capability, Perplexity, capability
 from .statistics import Estimate, mcnemar
 
 if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
+    from ...show.parts import Curve
     from .result import Sweep
 
 _ALPHA = 0.05
@@ -118,6 +117,10 @@ class Choice(Shown):
         return "; ".join(f"{n} {'setting' if n == 1 else 'settings'}: {why}" for why, n in self.reasons.items()) or "there was none"
 
     def _parts(self) -> tuple[Any, ...]:
+        verdict, *rest = self._brief()
+        return verdict, *self._plots(), *rest
+
+    def _brief(self) -> tuple[Any, ...]:
         from ...show.parts import Prose, Table
 
         if self.setting is None:
@@ -133,17 +136,16 @@ class Choice(Shown):
         shown = tuple((name, f"{v:.3g}" if isinstance(v, float) else repr(v)) for name, v in rows if v is not None)
         return Prose(f"Choice: {self.setting.label} {verdict} ({self.metric}; {prompts}).{alone}{again}"), Table(("", "mean [95 %]"), shown)
 
-    @property
-    def figure(self) -> Figure:
-        """The effect on the holdout, its opposite, and placebos, with intervals."""
-        import plotly.graph_objects as go
+    def _plots(self) -> tuple[Curve, ...]:
+        """The effect where it was chosen and on the holdout, its opposite, and placebos."""
+        from ...show.parts import Curve, Series
 
-        shown = {"chosen on": self.selected and self.selected.effect, "holdout": self.effect, "opposite": self.flipped,
-                 "placebos": self.random, "shuffled": self.shuffled}
-        shown = {name: found for name, found in shown.items() if found is not None}
-        bars = dict(array=[v.high - v.mean for v in shown.values()], arrayminus=[v.mean - v.low for v in shown.values()])
-        return go.Figure(go.Bar(x=list(shown), y=[v.mean for v in shown.values()], error_y=bars)).update_layout(
-            yaxis_title=f"change of {self.metric}")
+        estimates = {"chosen on": self.selected and self.selected.effect, "holdout": self.effect, "opposite": self.flipped,
+                     "placebos": self.random, "shuffled": self.shuffled}
+        shown = {name: found for name, found in estimates.items() if found is not None}
+        y, low, high = zip(*((v.mean, v.low, v.high) for v in shown.values())) if shown else ((), (), ())
+        series = Series("effect", tuple(map(float, range(len(shown)))), y, low, high)
+        return (Curve((series,), "", f"change of {self.metric}", "Effect with its 95 % interval", ticks=tuple(shown)),) if shown else ()
 
 
 def choose(sweep: Sweep, max_perplexity_ratio: float | None, max_kl: float | None, min_capability: float | None, target: float,

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...errors import EditError, MiaError
+from ...shown import progress_bar
 from .items import Item, Lab
 from .metrics import Metric
 from .settings import BASE, Setting
@@ -53,19 +53,24 @@ def measure(lab: Lab, settings: Sequence[Setting], metrics: Sequence[Metric], te
                         "s.default([])), or use `with s.unsteered():` and name those edits in s.compose")
     ready = [metric.ready(lab) for metric in metrics]
     cells = [cell for metric in ready for cell in _cells(lab, settings, metric, wanted)]
-    jobs = {(s, ask): Job(ask, settings[s].edits) for cell in cells for s, asks in cell.asks.items() for ask in asks}
-    with _bar(len(jobs), "requests", progress) as tick:
-        outcomes = dict(zip(jobs, run(session, list(jobs.values()), temperature, tick)))
+    wants = dict.fromkeys((s, ask) for cell in cells for s, asks in cell.asks.items() for ask in asks)
+    # One setting after the other, so that what breaks off leaves whole ones.
+    jobs = {(s, ask): Job(ask, settings[s].edits) for s, ask in sorted(wants, key=lambda want: want[0])}
     values = {metric.name: torch.full((len(settings), len(metric.items(lab))), float("nan"), dtype=torch.float64) for metric in ready}
-    done = all(outcome is not None for outcome in outcomes.values())
-    shared = _shared(cells)
-    try:
-        with _bar(len(shared), "scores", progress) as tick:
+    with progress_bar(progress) as bar:
+        bar.stage(len(jobs), "requests")
+        outcomes = dict(zip(jobs, run(session, list(jobs.values()), temperature, bar.add)))
+        done = all(outcome is not None for outcome in outcomes.values())
+        shared = _shared(cells)
+        bar.stage(len(shared), "groups of requests scored")
+        try:
             for together in shared:
                 _score(session, together, outcomes, values)
-                tick(1)
-    except KeyboardInterrupt:
-        done = False
+                bar.add()
+        except KeyboardInterrupt:
+            done = False
+        if not done:
+            bar.broken_off("settings that have all their numbers are kept")
     groups = {metric.name: tuple(item.group for item in metric.items(lab)) for metric in ready}
     return Measured(values, groups, _texts(cells, outcomes), done)
 
@@ -143,11 +148,3 @@ def _texts(cells: Iterable[_Cell], outcomes: dict[tuple[int, Ask], Outcome | Non
             if texts:
                 found.setdefault(s, {})[cell.at] = texts
     return found
-
-
-@contextmanager
-def _bar(total: int, what: str, progress: bool) -> Iterator[Callable[[int], None]]:
-    from tqdm.auto import tqdm
-
-    with tqdm(total=total, desc=what, disable=not progress, leave=False) as bar:
-        yield bar.update

@@ -122,12 +122,7 @@ class ProbeReading(OnPrompts):
 
     def score(self, item: Item, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> float:
         """value . direction + bias, or the cosine."""
-        value = outcomes[0].reads[0].flatten().double()
-        if value.shape != self.probe.direction.shape:
-            raise EditError(f"the probe has width {len(self.probe.direction)}, {self.probe.at} has {len(value)}")
-        value = value if self.probe.mean is None else value - self.probe.mean.double()
-        scale = value.norm() if self.probe.cosine else 1.0
-        return float(value @ self.probe.direction.double() / scale) + self.probe.bias
+        return self.probe.read(outcomes[0].reads[0])
 
 
 def log_probability(outcome: Outcome) -> float:

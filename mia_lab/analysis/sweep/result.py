@@ -19,9 +19,12 @@ from .side_metrics import KL, Perplexity
 from .statistics import at_equal_cost, pareto
 
 if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
+    from ...show.parts import Curve
     from .choice import Choice
+    from .curves import LayerEffects
+
+_VIEW = 280_000  # characters of HTML of one view
+_CELLS = 900  # of its table
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,12 @@ class Sweep(Shown):
 
         return choose(self, max_perplexity_ratio, max_kl, min_capability, target, towards, questions)
 
+    def by_layer(self, coeff: float) -> LayerEffects:
+        """Return what one coefficient does at each layer, with intervals, placebos and costs; EditError for one that was not measured."""
+        from .curves import by_layer
+
+        return by_layer(self.table, self.metrics[0].name, coeff)
+
     @property
     def data(self) -> list[dict[str, Any]]:
         """One dict a setting, ready for a data frame."""
@@ -133,6 +142,14 @@ class Sweep(Shown):
                  "shuffled_limit": r.shuffled and r.shuffled.limit} for r in self.table]
 
     def _parts(self) -> tuple[Any, ...]:
+        from ...show.html import render
+        from .view import texts_beside
+
+        head, table = self._brief()
+        curves = self._plots()
+        return head, *curves, *texts_beside(self, _VIEW - len(render(head, *curves, table))), table
+
+    def _brief(self) -> tuple[Any, ...]:
         from ...show.parts import Prose, Table
 
         steered = sum(s.role == STEERED for s in self.settings)
@@ -142,23 +159,23 @@ class Sweep(Shown):
                 f"unsteered model's {self.baseline[self.metrics[0].name]:.3g}{broken}")
         names = [m.name for m in self.metrics[1:] if not isinstance(m, (KL, Perplexity))]
         show = lambda value, form: "" if value is None else format(value, form)  # noqa: E731
+        shown = self._listed(6 + len(names))
         rows = tuple((r.setting.label, repr(r.effect), f"{r.p:.1g}", show(r.random and r.random.limit, ".2g"), show(r.kl, ".3f"),
-                      show(r.perplexity_ratio, ".3f"), *(f"{r.effects[name].mean:+.3g}" for name in names)) for r in self.table)
-        return (Prose(head), Table(("setting", "effect [95 %]", "p (Holm)", "placebos within ±", "KL", "perplexity ratio", *names), rows))
+                      show(r.perplexity_ratio, ".3f"), *(f"{r.effects[name].mean:+.3g}" for name in names)) for r in shown)
+        left = "" if len(shown) == len(self.table) else (
+            f"The {len(shown)} of {len(self.table)} settings with the largest effects; all are in .data and .table")
+        header = ("setting", "effect [95 %]", "p (Holm)", "placebos within ±", "KL", "perplexity ratio", *names)
+        return Prose(head), Table(header, rows, left)
 
-    @property
-    def figure(self) -> Figure:
-        """The effect of each vector and layer over the coefficient, with intervals; of recipes, over KL."""
-        import plotly.graph_objects as go
+    def _listed(self, columns: int) -> tuple[Result, ...]:
+        """The results for which a table of so many columns has room: those with the largest effects, as they stand in `table`."""
+        most = max(1, _CELLS // columns)
+        if len(self.table) <= most:
+            return self.table
+        kept = sorted(range(len(self.table)), key=lambda i: -abs(self.table[i].effect.mean))[:most]
+        return tuple(self.table[i] for i in sorted(kept))
 
-        figure, curves = go.Figure(), {}
-        for r in self.table:
-            s = r.setting
-            curves.setdefault(s.name if s.layer is None else f"{s.name} layer {s.layer}{s.where}", []).append(r)
-        for name, points in curves.items():
-            means = [r.effect.mean for r in points]
-            bars = dict(array=[r.effect.high - r.effect.mean for r in points], arrayminus=[r.effect.mean - r.effect.low for r in points])
-            figure.add_scatter(x=[r.setting.coeff if r.setting.coeff is not None else r.kl for r in points], y=means, name=name,
-                               mode="lines+markers", error_y=bars)
-        over = "coefficient" if any(r.setting.coeff is not None for r in self.table) else "KL"
-        return figure.update_layout(xaxis_title=over, yaxis_title=f"change of {self.metrics[0].name}")
+    def _plots(self) -> tuple[Curve, ...]:
+        from .curves import over_coefficients
+
+        return over_coefficients(self.table, self.metrics[0].name)

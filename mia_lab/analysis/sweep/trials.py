@@ -24,6 +24,8 @@ from ...selectors import CONTENT, Context, Selector, everywhere, merge, window
 from ...submit import has_bos
 
 if TYPE_CHECKING:
+    from vllm import RequestOutput
+
     from ...session import Session
 
 Tensor = torch.Tensor
@@ -71,11 +73,12 @@ class Job:
     edits: tuple[Edit, ...]
 
 
-def run(session: Session, jobs: Sequence[Job], temperature: float = 0.0, tick: Callable[[int], None] = lambda done: None) -> list[
-        Outcome | None]:
+def run(session: Session, jobs: Sequence[Job], temperature: float = 0.0,
+        tick: Callable[[int, int], None] = lambda done, tokens: None) -> list[Outcome | None]:
     """Run jobs and return what came of each, or None for those that an interrupt (Ctrl-C) left undone.
 
-    tick: told how many more are done. Those that generate as many tokens make one continuous batch.
+    tick: told how many more are done, and how many tokens were computed for them. Those that generate as many tokens make one
+    continuous batch.
     """
     found: list[Outcome | None] = [None] * len(jobs)
     lengths = sorted({job.ask.max_tokens for job in jobs})
@@ -83,17 +86,17 @@ def run(session: Session, jobs: Sequence[Job], temperature: float = 0.0, tick: C
         for length in lengths:
             chosen = [i for i, job in enumerate(jobs) if job.ask.max_tokens == length]
             with closing(_batch(session, [jobs[i] for i in chosen], temperature)) as done:
-                for part in done:
+                for part, tokens in done:
                     for i, outcome in part:
                         found[chosen[i]] = outcome
-                    tick(len(part))
+                    tick(len(part), tokens)
     except KeyboardInterrupt:
         pass
     return found
 
 
-def _batch(session: Session, jobs: Sequence[Job], temperature: float) -> Iterator[list[tuple[int, Outcome]]]:
-    """Run jobs of one length as one batch; yield them as they are done, some at a time."""
+def _batch(session: Session, jobs: Sequence[Job], temperature: float) -> Iterator[tuple[list[tuple[int, Outcome]], int]]:
+    """Run jobs of one length as one batch; yield them as they are done, some at a time, with the tokens computed for them."""
     asks = [job.ask for job in jobs]
     top = Point("resid_post", session.n_layers - 1)
     read = Prompts([list(ask.ids) for ask in asks], False, [ask.messages for ask in asks])
@@ -104,15 +107,22 @@ def _batch(session: Session, jobs: Sequence[Job], temperature: float) -> Iterato
               *(Take(p.kind, p.layer, ((ask.given - 1, ask.given),), True) for p in ask.reads)] for ask in asks]
     params = dict(max_tokens=max(1, asks[0].max_tokens), temperature=temperature, seed=[ask.seed for ask in asks])
     sampling, uids = session._submit.prepare(read, edits, params, takes)
-    source, waiting = EngineRows(session._engine, uids), {}
+    source, waiting, tokens = EngineRows(session._engine, uids), {}, 0
     with closing(session._engine.steps(read.ids, sampling)) as steps:
         for moved in steps:
-            waiting |= {i: output.outputs[0].text for i, output in moved if output.finished}
+            over = {i: output for i, output in moved if output.finished}
+            waiting |= {i: output.outputs[0].text for i, output in over.items()}
+            tokens += sum(map(_computed, over.values()))
             if len(waiting) >= _AT_ONCE:
-                yield _fetch(source, asks, top, waiting)
-                waiting = {}
+                yield _fetch(source, asks, top, waiting), tokens
+                waiting, tokens = {}, 0
     if waiting:
-        yield _fetch(source, asks, top, waiting)
+        yield _fetch(source, asks, top, waiting), tokens
+
+
+def _computed(output: RequestOutput) -> int:
+    """The tokens that went through the model for a request: those of the prompt that no cache held, and the generated ones."""
+    return len(output.prompt_token_ids) - (output.num_cached_tokens or 0) + len(output.outputs[0].token_ids) - 1
 
 
 def _fetch(source: EngineRows, asks: Sequence[Ask], top: Point, texts: Mapping[int, str]) -> list[tuple[int, Outcome]]:
