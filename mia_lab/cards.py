@@ -42,7 +42,7 @@ def session_card(session: Session) -> list[Part]:
 
     if session._engine.closed:
         return [Prose(session_text(session))]
-    acting = len(session._scoped([()])[0])
+    acting = len(session._acting)
     facts = session_facts(session) | {
         "edits": f"{', '.join(session.edit_kinds) or 'none'} enabled; {acting or 'none'} acting on all that is run now",
         "proved": f"{len({v.point for v in session.proof})} points and {len({v.edit for v in session.proof})} kinds of edit, each "

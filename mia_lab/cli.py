@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return run[args.command](args)
-    except MiaError as error:
+    except (MiaError, OSError) as error:
         print(f"mia-lab {args.command}: {error}", file=sys.stderr)
         return 1
 

@@ -333,8 +333,12 @@ class Session(Analyses, Views, Panels):
         if self._steering and not (self._open.own or self._open.muted or self._open.apart):
             raise EditError("a steer scope is open in another thread, and acts in that one alone; open it in this one, or give edits= "
                             "with the call")
-        scoped = [edit for scope in ([] if self._open.muted else self._defaults, *self._open.scopes) for edit in scope]
-        return [[*scoped, *mine] for mine in edits]
+        return [[*self._acting, *mine] for mine in edits]
+
+    @property
+    def _acting(self) -> list[Edit]:
+        """The defaults, and the edits of this thread's open scopes."""
+        return [edit for scope in ([] if self._open.muted else self._defaults, *self._open.scopes) for edit in scope]
 
     def _top(self, edits: Sequence[Sequence[Edit]]) -> Point:
         """The point that the logits of requests are rebuilt from: the last stream, or the final norm's output where an edit acts on it."""

@@ -1,8 +1,10 @@
 """What a Session makes of edits and points: their order, the side on which rows are read, what was declared, axes per head."""
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from html import escape
 from typing import Any
 
 import pytest
@@ -74,6 +76,16 @@ def test_a_scope_acts_in_the_thread_that_opened_it_and_another_is_told_so(sessio
         assert torch.allclose(pool.submit(scoped).result(), base + 2 * v, atol=1e-4)
         assert torch.allclose(pool.submit(unsteered).result(), base, atol=1e-5)
         assert torch.allclose(session.capture(PROMPT, layers=1), base + v, atol=1e-4)
+
+
+def test_the_card_of_a_session_says_what_its_text_says_and_what_acts(session: mia.Session) -> None:
+    html = session._repr_html_()
+    for fact in re.split(r"; taps |; KV room for |\n  tables |\n  |Session: ", repr(session)):
+        assert escape(fact) in html
+    assert "none acting" in html and "s.points()" in html
+    with session.steer(torch.ones(session.d_model), 1.0, layers=[1]):
+        assert "1 acting" in session._repr_html_()
+    assert session._repr_html_() == html
 
 
 def test_edit_kinds_that_were_not_declared_are_refused_when_they_are_used(open_tiny: Callable[..., Any]) -> None:
