@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from .components import Components
+from .counted import counted
 from .errors import EditError, MissingRowsError, PointError
 from .lazy import LazyTensor, human_bytes
 from .points import DERIVED, Point, kind_of, parse, undeclared
@@ -200,8 +201,8 @@ class ActivationCache(Components):
         layers = sorted({p.layer for p in self._points})
         kinds = ", ".join(dict.fromkeys(p.kind for p in self._points))
         dtypes = ", ".join(sorted({str(self._batch.dtypes[p]).removeprefix("torch.") for p in self._points}))
-        return (f"ActivationCache: {len(self.n_prompt)} prompts, up to {max(self._batch.n_positions)} positions, {dtypes}\n"
-                f"  {kinds} at {len(layers)} layers ({layers[0]} to {layers[-1]}): {len(self)} tensors\n"
+        return (f"ActivationCache: {counted(len(self.n_prompt), 'prompt')}, up to {max(self._batch.n_positions)} positions, {dtypes}\n"
+                f"  {kinds} at {counted(len(layers), 'layer')} ({layers[0]} to {layers[-1]}): {counted(len(self), 'tensor')}\n"
                 f"  {human_bytes(self.nbytes)} held, {human_bytes(self.nbytes_fetched)} fetched")
 
     def _repr_html_(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from .counted import counted
 from .lazy import human_bytes
 from .points import KINDS, ranges
 
@@ -64,7 +65,7 @@ def cache_card(cache: ActivationCache) -> list[Part]:
     batch, width = cache._batch, max(cache._batch.n_positions)
     table = _points_table(cache, f"{len(cache.n_prompt)} {width}")
     typed = 'cache["resid_post", 3]' if ("resid_post", 3) in cache else f"cache[{cache.keys()[0]!r}]" if len(cache) else ""
-    return [Prose(f"ActivationCache: {len(cache.n_prompt)} prompts, up to {width} positions, the shorter ones padded; "
+    return [Prose(f"ActivationCache: {counted(len(cache.n_prompt), 'prompt')}, up to {width} positions, the shorter ones padded; "
                   f"{human_bytes(cache.nbytes)} held, {human_bytes(cache.nbytes_fetched)} fetched"), table,
             Prose(f"{_reading(batch)} Type {typed} for a tensor, cache[0] for the first prompt without padding.")]
 

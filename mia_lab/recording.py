@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from .counted import counted
 from .edits import Edit
 from .engine.wire import Take, encode
 from .errors import EditError, MiaError, MissingRowsError, PointError, PromptError
@@ -81,7 +82,8 @@ class Recording:
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else "not complete"
-        return f"<Recording {self.folder}: {len(self)} rows of {self.n_requests} prompts, {', '.join(self.points)}; {state}>"
+        return (f"<Recording {self.folder}: {counted(len(self), 'row')} of {counted(self.n_requests, 'prompt')}, {', '.join(self.points)}; "
+                f"{state}>")
 
 
 def record(session: Session, prompts: Iterable[Any], folder: str | Path, point: str, layers: int | Iterable[int] | None, at: Any,

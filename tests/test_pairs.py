@@ -119,8 +119,8 @@ def test_parts_and_controls() -> None:
 
 @pytest.mark.parametrize(("pairs", "says"), [
     ([(f"a rather long text number {i}", f"short {i}") for i in range(9)], "the positive prompt is nearly always the longer one"),
-    ([("a", "b"), ("b", "c d")], "1 prompts stand on both sides, as 'b'"),
-    ([("a", "b"), ("a", "b")], "1 pairs are there more than once"),
+    ([("a", "b"), ("b", "c d")], "1 prompt stands on both sides, as 'b'"),
+    ([("a", "b"), ("a", "b")], "1 pair is there more than once"),
     ([("one two", "three four"), ("five", "six")], None),
 ])
 def test_what_could_spoil_a_vector_is_said(pairs: list, says: str | None) -> None:

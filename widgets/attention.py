@@ -7,7 +7,7 @@ import ipywidgets as w
 
 from mia_lab.errors import PointError
 
-from .naming import name_of
+from .naming import call, name_of
 from .panel import STYLE, WIDE, Panel, marked
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class AttentionExplorer(Panel):
             raise PointError(f"attention is rebuilt from queries and keys, and layer {layer} has not both tapped here "
                              f"({', '.join(map(str, there)) or 'no layer has'}); load with points=[\"resid_post\", \"q\", \"k\"]")
         self._called = name_of(session, "s")
-        super().__init__(session, "attention", f"{self._called}.attention_explorer()")
+        super().__init__(session, "attention", call(session.attention_explorer, prompt=prompt, layer=layer))
         heads = next(shape[0] for p, shape in session._engine.shapes.items() if p.kind == "q")
         self.layer = w.SelectionSlider(options=there, value=layer, description="layer", continuous_update=False, style=STYLE,
                                        layout=w.Layout(width="32em"))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from mia_lab.analysis.vectors import Vector
-from mia_lab.show.parts import Bars, Beside, Part, Prose
+from mia_lab.show.parts import Bars, Beside, Part, Prose, Words
 from mia_lab.show.words import words_between
 
 from .comparing import Comparison
@@ -15,8 +15,8 @@ from .comparing import Comparison
 def parts_of(found: Comparison, head: str, vector: Vector, edited: Sequence[int], unit: torch.Tensor) -> list[Part]:
     """A heading, default and steered text, and the change of the stream by layer. unit `[layer]`: the mean centred norm at each."""
     whole = found.default.done and found.steered.done
-    steered = words_between(found.default.text, found.steered.text) if whole else Prose(_text(found.steered.text))
-    texts = Beside(((Prose("default", 4), Prose(_text(found.default.text))), (Prose("steered", 4), steered)))
+    steered = words_between(found.default.text, found.steered.text) if whole else _plain(found.steered.text)
+    texts = Beside(((Prose("default", 4), _plain(found.default.text)), (Prose("steered", 4), steered)))
     return [Prose(head), texts, *_effect(found, vector, edited, unit), Prose(_state(found))]
 
 
@@ -46,5 +46,5 @@ def _state(found: Comparison) -> str:
     return f"{counts}{wait}.{same}"
 
 
-def _text(text: str) -> str:
-    return text or "…"
+def _plain(text: str) -> Words:
+    return Words((("same", text or "…"),))

@@ -12,7 +12,7 @@ from mia_lab.errors import PointError
 from mia_lab.show.marks import marked as visible
 from mia_lab.show.parts import Part, Prose, Table, Tokens
 
-from .naming import name_of
+from .naming import call, name_of
 from .panel import STYLE, WIDE, Panel, marked
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class LayerExplorer(Panel):
         if point not in self._layers:
             raise PointError(f"{point!r} is not tapped as one row a token in this session; there are {', '.join(self._layers)}. "
                              f"Load with points=[{point!r}]")
-        super().__init__(session, "layers", f"{self._called}.layer_explorer()")
+        super().__init__(session, "layers", call(session.layer_explorer, prompt=prompt, point=point))
         self.reading: Reading | None = None
         there = self._layers[point]
         self.kind = marked(w.Dropdown(options=list(self._layers), value=point, description="point", style=STYLE), "mia-point")
@@ -103,9 +103,9 @@ def parts_of(reading: Reading, layer: int) -> list[Part]:
     """Tokens coloured by length at a layer, and the tokens that the lens finds likeliest after each."""
     norms = reading.norms[reading.layers.index(layer)]
     rest = norms[reading.bos:] if len(norms) > reading.bos else norms
-    top = float(rest.max())
+    low, top = float(norms.min()), float(rest.max())  # lengths are alike: shades from 0 on would be one shade
     beyond = "; BOS, which is longer, is cut off" if reading.bos and float(norms[0]) > top else ""
-    shown = Tokens(tuple(reading.tokens), tuple(norms.tolist()), f"Length of {reading.kind} at layer {layer}{beyond}", 0.0, top, "length")
+    shown = Tokens(tuple(reading.tokens), tuple(norms.tolist()), f"Length of {reading.kind} at layer {layer}{beyond}", low, top, "length")
     if reading.lens is None:
         return [shown, Prose("A lens reads the stream; choose resid_post to see what it would say next.")]
     row = reading.lens.layers.index(layer)

@@ -10,7 +10,7 @@ from mia_lab.directions import whole
 from mia_lab.edits import Add
 from mia_lab.errors import EditError
 
-from .naming import name_of
+from .naming import call, name_of
 from .setting import PRESETS, SELECTORS, Setting
 from .steering import SteeringPanel
 from .vector_library import called
@@ -24,8 +24,9 @@ def steering_panel(session: Session, vector: Any, prompt: str, layers: int | Ite
     """Return what `Session.panel` promises."""
     if where not in SELECTORS:
         raise EditError(f"where={where!r} is none of {', '.join(SELECTORS)}")
-    if isinstance(vector, Add):
-        vector, layers, coeff, where = _of_edit(vector)
+    given = vector
+    if isinstance(given, Add):
+        vector, layers, coeff, where = _of_edit(given)
     vectors, codes = _named(vector, session)
     first = next(iter(vectors))
     there = vectors[first].layers
@@ -36,9 +37,20 @@ def steering_panel(session: Session, vector: Any, prompt: str, layers: int | Ite
     session._submit.check(start.edit(vectors))
     if not -1.0 <= coeff <= 1.0:
         raise EditError(f"coeff={coeff:g} is beyond the slider, which goes from -1 to 1 mean centred norms; scale the vector: 2 * v")
+    named = isinstance(given, Add) and name_of(given, "") != ""
+    edited = {} if named else dict(layers=layers, coeff=coeff, where=where)
+    remake = call(session.panel, *_given(given if named else vector), prompt=prompt, **edited, seed=seed, temperature=temperature,
+                  max_tokens=max_tokens, presets=presets)
     held = library() if vector is None else vector
     kept = _kept(held, vectors) if isinstance(held, Library) else {}
-    return SteeringPanel(session, vectors, start, (PRESETS if presets is None else presets) | kept, codes)
+    return SteeringPanel(session, vectors, start, (PRESETS if presets is None else presets) | kept, codes, remake)
+
+
+def _given(value: Any) -> list[str]:
+    """What a panel's first argument is called in code, if it has one."""
+    if value is None:
+        return []
+    return [name_of(value, called(value) if isinstance(value, Library) else "v" if isinstance(value, Vector) else "vectors")]
 
 
 def _kept(held: Library, names: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ from mia_lab.analysis.vectors import Vector
 from mia_lab.errors import EditError
 from mia_lab.show.parts import Part, Prose, Table
 
-from .naming import name_of
+from .naming import call, name_of
 from .panel import STYLE, WIDE, Panel, marked
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class PairEditor(Panel):
         if given is not None and not all(isinstance(text, str) for pair in given for text in pair):
             raise EditError("the editor holds pairs of texts; fit others with s.vector(pairs)")
         self._called = name_of(session, "s")
-        super().__init__(session, "pairs", f"{self._called}.pair_editor(pairs)")
+        super().__init__(session, "pairs", call(session.pair_editor, pairs=pairs, point=point, method=method))
         self.vector: Vector | None = None
         self._point = point
         self._groups = {} if given is None else dict(zip(given, given.group))

@@ -21,7 +21,7 @@ from .twin import Twin
 if TYPE_CHECKING:
     from mia_lab.session import Session
 
-WIDE = w.Layout(width="100%", max_width="62em")
+WIDE = w.Layout(width="auto", max_width="62em")  # 100 % and the margins beside it would be cut off at the right
 _CLOSED = "This session is closed. Open another with mia_lab.Session(...) and make the panel again."
 STYLE = {"description_width": "7em"}
 

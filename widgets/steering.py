@@ -11,6 +11,7 @@ import ipywidgets as w
 
 from mia_lab.analysis.library import library
 from mia_lab.analysis.vectors import Vector
+from mia_lab.counted import counted
 from mia_lab.edits import Add
 from mia_lab.errors import EditError
 from mia_lab.show.parts import Prose
@@ -35,11 +36,11 @@ class SteeringPanel(Panel):
     title = "Steering"
 
     def __init__(self, session: Session, vectors: Mapping[str, Vector], start: Setting, presets: Mapping[str, Mapping[str, Any]] = PRESETS,
-                 names: Mapping[str, str] | None = None) -> None:
+                 names: Mapping[str, str] | None = None, remake: str = "") -> None:
         self.vectors, self.presets = dict(vectors), dict(presets)
         self._names = dict(names or {}) or {name: name_of(vector, "v") for name, vector in self.vectors.items()}
         self._called = name_of(session, "s")
-        super().__init__(session, "steering", f"{self._called}.panel({', '.join(list(self._names.values())[:1])})")
+        super().__init__(session, "steering", remake or f"{self._called}.panel({', '.join(list(self._names.values())[:1])})")
         self._units = session.unit("resid_post")
         self._default: tuple[Any, Side] | None = None
         self.last: Comparison | None = None
@@ -189,7 +190,8 @@ class SteeringPanel(Panel):
             lines.append(f"layer {layer}: adds {abs(self.coefficient.value) * long:.3g} (mean centred norm {unit:.3g}); "
                          f"{self.coefficient.value * long / raw:+.3g} × what was fitted, {raw:.3g}")
         more = len(self.layers.value) - len(lines)
-        self.dose.value = "<br>".join([*lines, *([f"and {more} layers more"] if more > 0 else [])])
+        lines += [f"and {counted(more, 'layer')} more"] if more > 0 else []
+        self.dose.value = f"<div style='line-height:1.4;padding-top:4px'>{'<br>'.join(lines)}</div>"
 
     def _show_code(self) -> None:
         self.code_view.value = "" if self.code_view.value else f"<pre style='white-space:pre-wrap'>{escape(self.code)}</pre>"

@@ -11,7 +11,7 @@ from mia_lab.analysis.data import rows
 from mia_lab.analysis.vectors import Vector
 from mia_lab.errors import EditError
 
-from .naming import name_of
+from .naming import call, name_of
 from .panel import STYLE, WIDE, Panel, marked
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ class SweepLauncher(Panel):
         if not isinstance(vector, Vector):
             raise EditError(f"the launcher sweeps one Vector, not {type(vector).__name__}; several: s.sweep({{name: vector, ...}}, ...)")
         self._names = [name_of(session, "s"), name_of(vector, "v")]
-        super().__init__(session, "sweep", f"{self._names[0]}.sweep_launcher({self._names[1]})")
+        remake = call(session.sweep_launcher, self._names[1], prompts=prompts, metrics=metrics, pairs=pairs, **options)
+        super().__init__(session, "sweep", remake)
         self.vector, self._pairs, self._options = vector, pairs, options
         self._metrics = {metric.name: metric for metric in metrics or (mia.sentiment(), mia.distinct(), mia.length())}
         self._named_metrics = bool(metrics)
@@ -80,7 +81,7 @@ class SweepLauncher(Panel):
         self.layers = w.SelectMultiple(options=there, value=there, rows=6, description="layers", style=STYLE)
         self.metrics = w.SelectMultiple(options=list(self._metrics), value=list(self._metrics)[:1], rows=4, description="metrics",
                                         style=STYLE)
-        self.largest = w.BoundedFloatText(0.3, min=0.01, max=4.0, step=0.05, description="coefficients to ±", style=STYLE, layout=short)
+        self.largest = w.BoundedFloatText(0.3, min=0.01, max=4.0, step=0.05, description="largest ±", style=STYLE, layout=short)
         self.steps = w.BoundedIntText(2, min=1, max=20, description="steps a side", style=STYLE, layout=short)
         self.placebos = w.BoundedIntText(20, min=0, max=200, description="placebos", style=STYLE, layout=short)
         self.max_tokens = w.BoundedIntText(24, min=1, max=self._session.max_len - 1, description="max tokens", style=STYLE, layout=short)
@@ -89,6 +90,7 @@ class SweepLauncher(Panel):
         self.run_button = marked(w.Button(description="Run", icon="play"), "mia-run")
         for name in ("layers", "metrics", "largest", "steps", "placebos", "prompts"):
             marked(getattr(self, name), f"mia-{name}")
+        marked(self.max_tokens, "mia-max-tokens")
         self.box.children = (w.HBox([self.layers, self.metrics]), w.HBox([self.largest, self.steps, self.placebos, self.max_tokens]),
                              self.prompts, w.HBox([self.run_button, self.stop_button, self.bar, self.status]))
 

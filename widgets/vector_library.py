@@ -10,7 +10,7 @@ from mia_lab.analysis.vectors import Vector
 from mia_lab.errors import EditError
 from mia_lab.show.parts import Part, Prose
 
-from .naming import name_of
+from .naming import call, name_of
 from .panel import STYLE, WIDE, Panel, marked
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ class LibraryBrowser(Panel):
 
     def __init__(self, session: Session, vector: Vector | None, held: Library) -> None:
         self._called = name_of(session, "s")
-        super().__init__(session, "library", f"{self._called}.vector_library()")
+        given = [] if vector is None else [name_of(vector, "v")]
+        given += [] if held.folder == library().folder else [f"library={name_of(held, called(held))}"]
+        super().__init__(session, "library", call(session.vector_library, *given))
         self.library, self.vector, self._sure = held, vector, ""
         self.name = marked(w.Dropdown(description="vector", style=STYLE), "mia-vector")
         self.load_button = marked(w.Button(description="Load", icon="folder-open"), "mia-load")

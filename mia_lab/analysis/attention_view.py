@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..counted import counted
 from ..directions import whole
 from ..errors import MissingRowsError, PointError, PromptError
 from ..points import Point
@@ -65,7 +66,8 @@ class AttentionView(Shown):
 
         yield self._drawn(_BRIEF)
         if len(self.names) > _BRIEF:
-            yield Prose(f"and {len(self.names) - _BRIEF} heads more, in .weights [layer head query key] and in the notebook's view")
+            yield Prose(f"and {counted(len(self.names) - _BRIEF, 'head')} more, in .weights [layer head query key] and in the notebook's "
+                        f"view")
 
     def _plots(self) -> Iterator[Part]:
         """The first head alone; ask for another one by layers= and heads=."""
@@ -98,8 +100,8 @@ class AttentionView(Shown):
                 if self.bos else "")
         kv = f" kv: the key/value head, which {self.group} heads share." if self.group > 1 else ""
         local = " window: how many tokens a row sees, itself included." if any(self.windows) else ""
-        return (f"Attention of {len(self.names)} heads over {len(self.tokens)} tokens: each row is one token's, the stronger the colour of "
-                f"a cell, the more of its attention goes to that column's token.{sink}{kv}{local}")
+        return (f"Attention of {counted(len(self.names), 'head')} over {counted(len(self.tokens), 'token')}: each row is one token's, the "
+                f"stronger the colour of a cell, the more of its attention goes to that column's token.{sink}{kv}{local}")
 
 
 def attention(session: Session, prompt: Any, layers: int | Iterable[int] | None, heads: int | Iterable[int] | None, at: Any,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..counted import counted
 from ..errors import EditError
 from ..shown import Shown
 from .fitting import METHODS
@@ -70,7 +71,7 @@ class Separability(Shown):
         return [Prose(self._title()), Table(("layer", "AUROC [95 %]", "d'", "held-out accuracy [95 %]"), rows)]
 
     def _title(self) -> str:
-        return f"Separability on {self.n_pairs} pairs in {self.n_groups} groups"
+        return f"Separability on {counted(self.n_pairs, 'pair')} in {counted(self.n_groups, 'group')}"
 
     def _plots(self) -> list[Part]:
         from ..show.parts import Curve, Series

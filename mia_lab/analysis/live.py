@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ..counted import counted
 from ..directions import number
 from ..errors import EditError, PromptError
 from ..gates import Probe
@@ -76,7 +77,7 @@ class Readings(Shown):
         from ..show.marks import marked
 
         state = "" if self.complete else f", {self.state}"
-        line = f"{len(self.tokens) - self.n_prompt} tokens generated{state}, {n} read: {self.reads}"
+        line = f"{counted(len(self.tokens) - self.n_prompt, 'token')} generated{state}, {n} read: {self.reads}"
         if self.threshold is None:
             return line
         named = ", ".join(f"{i} {marked(self.tokens[i])}" for i in self.above[:_NAMED])

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from ..counted import counted
 from ..errors import EditError
 
 COLUMNS = (("positive", "negative"), ("chosen", "rejected"), ("pos", "neg"))
@@ -134,10 +135,10 @@ class Pairs(Sequence):
                          f"the vector may be of length")
         both = set(map(_text, self.positive)) & set(map(_text, self.negative))
         if both:
-            found.append(f"{len(both)} prompts stand on both sides, as {next(iter(both))!r}")
+            found.append(f"{counted(len(both), 'prompt')} {'stands' if len(both) == 1 else 'stand'} on both sides, as {next(iter(both))!r}")
         again = len(self) - len(set(zip(map(_text, self.positive), map(_text, self.negative))))
         if again:
-            found.append(f"{again} pairs are there more than once")
+            found.append(f"{counted(again, 'pair')} {'is' if again == 1 else 'are'} there more than once")
         return found
 
     def __repr__(self) -> str:

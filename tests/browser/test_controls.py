@@ -5,45 +5,27 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import nbformat
 import pytest
 
-from browser.states import TESTS
+from browser.panels import LATE, START, made, restart, shows, twin
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import Page
 
     from browser.lab import Lab
     from browser.states import Notebook
 
 pytestmark = pytest.mark.full
-START = f"""import sys; sys.path.insert(0, {str(TESTS)!r}); import tempfile, pathlib, tiny, mia_lab as mia
-folder = pathlib.Path(tempfile.mkdtemp())
-s = mia.Session(str(tiny.build("llama", folder)), tokenizer=str(tiny.tokenizer(folder)), dtype="float32", max_model_len=512,
-                enforce_eager=True, max_num_seqs=8)
-v = s.vector([("What a lovely day, I am so happy", "What an awful day, I am so sad"), ("They laughed", "They cried")])"""
-PANEL = 's.panel(v, layers=1, prompt="I went to the market and")'
-LATE = 60_000
+PANEL = "s.panel(v, prompt='I went to the market and', layers=1)"
 
 
 @pytest.fixture(scope="module")
 def page(lab: Lab, notebook: Notebook) -> Iterator[Page]:
-    cells = [nbformat.v4.new_code_cell(cell) for cell in (START, PANEL, "s.generate('One two', max_tokens=3)")]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}}),
-                   lab.root / "controls.ipynb")
+    made(lab, "controls.ipynb", START, PANEL, "s.generate('One two', max_tokens=3)")
     opened = notebook.open("controls.ipynb")
     notebook.run_in(opened, "notebook:run-all-cells")
     yield opened
     opened.close()
-
-
-def twin(page: Page) -> Locator:
-    return page.locator(".mia-twin")
-
-
-def shows(page: Page, *texts: str) -> None:
-    for text in texts:
-        twin(page).get_by_text(text).first.wait_for(timeout=LATE)
 
 
 def test_a_drag_streams_both_texts(page: Page) -> None:
@@ -90,10 +72,10 @@ def test_stop_ends_the_text_and_the_notebook_goes_on(page: Page, notebook: Noteb
 def test_a_restarted_kernel_is_said_and_the_result_stays(page: Page, notebook: Notebook, lab: Lab) -> None:
     assert not twin(page).locator(".mia-gone").is_visible()
     notebook.run_in(page, "docmanager:save")
-    page.evaluate("window.jupyterapp.shell.currentWidget.sessionContext.restartKernel().then(() => null)")
+    restart(page)
     twin(page).locator(".mia-gone").wait_for(timeout=20_000)
     assert "no longer answer" in twin(page).locator(".mia-gone").inner_text()
-    assert "s.panel(v)" in twin(page).locator(".mia-gone").inner_text()
+    assert f"run {PANEL} to get them back" in twin(page).locator(".mia-gone").inner_text()
     assert "Stopped after" in twin(page).inner_text()
     saved = json.loads((lab.root / "controls.ipynb").read_text())["cells"][1]["outputs"]
     assert [sorted(output["data"]) for output in saved] == [["application/vnd.jupyter.widget-view+json", "text/plain"],
@@ -105,5 +87,5 @@ def test_after_a_reload_the_line_says_how_to_get_them_back(page: Page, notebook:
     twin(again).wait_for(timeout=LATE)
     again.get_by_text("model not found").first.wait_for(timeout=20_000)
     twin(again).locator(".mia-gone").wait_for(timeout=20_000)
-    assert "Stopped after" in twin(again).inner_text() and "s.panel(v)" in twin(again).locator(".mia-heading").inner_text()
+    assert "Stopped after" in twin(again).inner_text() and PANEL in twin(again).locator(".mia-heading").inner_text()
     again.close()

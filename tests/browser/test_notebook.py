@@ -5,14 +5,13 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import nbformat
 import pytest
 
 from browser.lab import Lab
+from browser.panels import made
 from browser.states import TESTS, Notebook, read
 
 if TYPE_CHECKING:
-    from pathlib import Path
 
     from playwright.sync_api import Browser
 
@@ -45,14 +44,6 @@ def test_notebook_7_shows_and_moves_them_too(notebook_7: Lab, chromium: Browser)
     views["slides"].locator("input[type=range]").press("End")
     views["heat"].locator("td").first.press("ArrowRight")
     assert "with 0.2: " in read(views["slides"]) and "n2" in read(views["heat"])
-
-
-def made(lab: Lab, name: str, *cells: str) -> Path:
-    """Write a notebook of these cells."""
-    path = lab.root / name
-    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells],
-                                            metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}}), path)
-    return path
 
 
 def test_a_job_shows_a_bar_and_leaves_a_line(lab: Lab, chromium: Browser, notebook: Notebook) -> None:

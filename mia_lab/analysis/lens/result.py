@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...counted import counted
 from ...shown import Shown
 
 if TYPE_CHECKING:
@@ -112,9 +113,9 @@ class LogitLens(Shown):
         yield self._last(0, rows)
 
     def _title(self) -> str:
-        first, last, n = self.layers[0], self.layers[-1], len(self.tokens)
-        return (f"{'Tuned' if self.tuned else 'Logit'} lens{f' of {self.tuned}' if self.tuned else ''} on {n} "
-                f"prompt{'s' * (n > 1)}, layers {first} to {last}: the likeliest next token and its probability")
+        return (f"{'Tuned' if self.tuned else 'Logit'} lens{f' of {self.tuned}' if self.tuned else ''} on "
+                f"{counted(len(self.tokens), 'prompt')}, layers {self.layers[0]} to {self.layers[-1]}: the likeliest next token and its "
+                f"probability")
 
     def _last(self, i: int, rows: Sequence[int]) -> Part:
         """How far each layer is from the model's own choice at the last position."""

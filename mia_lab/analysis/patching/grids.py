@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...counted import counted
 from ...errors import EditError
 from ...shown import Shown
 
@@ -100,7 +101,7 @@ class PatchGrid(Shown):
     def _caption(self) -> str:
         into = "clean into corrupt" if self.direction == "denoise" else "corrupt into clean"
         gap = "" if self.complete else f"; interrupted, {int(self.raw.isnan().sum())} of {self.raw.numel()} cells are NaN"
-        runs = f"; {self.ran} runs, {self.cached:.0%} of their tokens from the prefix cache" if self.ran else ""
+        runs = f"; {counted(self.ran, 'run')}, {self.cached:.0%} of their tokens from the prefix cache" if self.ran else ""
         pairs = f", means of {len(self.raw)} pairs" if len(self.raw) > 1 else ""
         return (f"PatchGrid: {self.point}, {into}, {self.method}; {self.metric}: clean {float(self.clean.mean()):.3f}, corrupt "
                 f"{float(self.corrupt.mean()):.3f}{pairs}{runs}{gap}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import exp
 from typing import TYPE_CHECKING, Any
 
+from ...counted import counted
 from ...edits import Add, Edit
 from ...errors import EditError, MiaError
 from ...shown import Shown
@@ -132,7 +133,7 @@ class Choice(Shown):
         verdict = "holds" if self.holds else f"does NOT hold on the holdout: it {self.fault}"
         again = f" The holdout has been used {self.looks} times; its intervals are too narrow by now." if self.looks > 1 else ""
         alone = "" if self.random is not None else " It has no placebo."
-        prompts = f"{self.effect.n} prompts in {self.effect.groups} groups"
+        prompts = f"{counted(self.effect.n, 'prompt')} in {counted(self.effect.groups, 'group')}"
         shown = tuple((name, f"{v:.3g}" if isinstance(v, float) else repr(v)) for name, v in rows if v is not None)
         return Prose(f"Choice: {self.setting.label} {verdict} ({self.metric}; {prompts}).{alone}{again}"), Table(("", "mean [95 %]"), shown)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ...counted import counted
 from ...errors import EditError
 from ...shown import Shown
 from .effects import Result, results
@@ -155,8 +156,8 @@ class Sweep(Shown):
         steered = sum(s.role == STEERED for s in self.settings)
         broken = "" if self.complete else "; broken off"
         broken += "" if len(self.table) == steered else f"; {len(self.table)} of {steered} settings have all their numbers"
-        head = (f"Sweep of {steered} settings on {len(self.groups[self.metrics[0].name])} prompts, {self.metrics[0].name} against the "
-                f"unsteered model's {self.baseline[self.metrics[0].name]:.3g}{broken}")
+        head = (f"Sweep of {counted(steered, 'setting')} on {counted(len(self.groups[self.metrics[0].name]), 'prompt')}, "
+                f"{self.metrics[0].name} against the unsteered model's {self.baseline[self.metrics[0].name]:.3g}{broken}")
         names = [m.name for m in self.metrics[1:] if not isinstance(m, (KL, Perplexity))]
         show = lambda value, form: "" if value is None else format(value, form)  # noqa: E731
         shown = self._listed(6 + len(names))
