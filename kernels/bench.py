@@ -70,7 +70,7 @@ class Step:
                 self.index[block, program] = torch.tensor([line, 1, place, int(torch.tensor(1.0).view(torch.int32))])
             self.offsets[block, 0, 1] = block * d
         ways = {"no tap": lambda block, h, r: plain_norm(h, r, self.weight), "a tap before the norm": self._apart,
-                "a tap in the norm": lambda block, h, r: tap_norm_cuda(h, r, *self._tables(block), self.weight, EPS, False)}
+                "a tap in the norm": self._within}
         self.graphs = {name: self._captured(way) for name, way in ways.items()}
 
     def _tables(self, block: int) -> tuple[Tensor, ...]:
@@ -79,6 +79,10 @@ class Step:
     def _apart(self, block: int, h: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         tap_cuda(h, r, *self._tables(block))
         return plain_norm(h, r, self.weight)
+
+    def _within(self, block: int, h: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        rows, index, words, numbers, bank, offsets, *rest = self._tables(block)
+        return tap_norm_cuda(h, r, rows, [index], words, numbers, bank, [offsets], *rest, self.weight, EPS, False, False)
 
     def _captured(self, way: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]) -> torch.cuda.CUDAGraph:
         def forward() -> None:

@@ -6,12 +6,15 @@ what it was specialised for, and started directly.
 """
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 
 EARLY = torch.version.cuda is not None and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+REGISTERS = {True: 64, False: 32}  # of a thread, where rows crowd, by whether its kernel edits: what two rows have, and four
 _FEW = 16
+_VALUES = 8  # of a row in a thread, at most, for which these suffice
 _ALIGNED = 15  # Triton compiles another kernel for pointers that are not at a multiple of 16 bytes
 
 _compiled: dict[tuple, Any] = {}
@@ -29,9 +32,11 @@ def launch(kernel: Any, rows: int, d: int, args: tuple[torch.Tensor | int | floa
     """Run `rows` programs, one a row of `d` columns, of a kernel whose parameters are `args`, then `constants`, EARLY and BLOCK.
 
     From Hopper on a kernel starts while the one before it still runs, and waits for that one only when it is on the chip.
-    Few rows are a matter of latency, for which fewer warps are better.
+    Few rows are a matter of latency, for which fewer warps are better. Where a processor has several rows to do, its registers
+    must suffice for some of them, of which one then waits for memory while another works.
     """
-    few, block, places, kind = rows <= _FEW, 1 << (d - 1).bit_length(), [], [id(kernel), constants]
+    device, block, places, kind = torch.cuda.current_device(), 1 << (d - 1).bit_length(), [], [id(kernel), constants]
+    few, crowded = rows <= _FEW, rows > _processors(device)
     for value in args:
         if isinstance(value, torch.Tensor):
             place = value.data_ptr()
@@ -40,10 +45,23 @@ def launch(kernel: Any, rows: int, d: int, args: tuple[torch.Tensor | int | floa
         else:
             places.append(value)
             kind.append(value)
-    key = (few, torch.cuda.current_device(), *kind)
+    key = (few, crowded, device, *kind)
     known = _compiled.get(key)
     if known is not None:
         known[rows, 1, 1](*places, *(value for _, value in constants), EARLY, block)
         return
     warps = min(8 if few else 16, max(1, block // 256))
-    _compiled[key] = kernel[(rows,)](*args, **dict(constants), EARLY=EARLY, BLOCK=block, launch_pdl=EARLY, num_warps=warps)
+    limited = crowded and EARLY and block <= 32 * _VALUES * warps
+
+    def how(constants: dict[str, int | bool]) -> dict[str, int | bool]:
+        limit = {"maxnreg": REGISTERS[constants.get("EDITS", False)]} if limited else {}
+        return constants | dict(EARLY=EARLY, BLOCK=block, launch_pdl=EARLY, num_warps=warps) | limit
+
+    _compiled[key] = kernel[(rows,)](*args, **how(dict(constants)))
+    if ("EDITS", True) in constants:  # a step without edits is not to wait for its kernel
+        kernel.warmup(*args, grid=(rows,), **how(dict(constants) | {"EDITS": False}))
+
+
+@cache
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -20,7 +20,7 @@ try:
     import triton
     import triton.language as tl
 
-    from .terms import apply, capture, prologue
+    from .terms import apply, capture, places, prologue
 except ImportError:  # a CPU build without Triton runs the reference
     triton = None
 
@@ -28,21 +28,22 @@ Tensor = torch.Tensor
 
 
 def tap_reference(x: Tensor, residual: Tensor | None, rows: Tensor, index: Tensor, words: Tensor, numbers: Tensor,
-                  bank: Tensor, offsets: Tensor, arena: Tensor, measures: Tensor, opens: Tensor) -> None:
+                  bank: Tensor, offsets: Tensor, arena: Tensor, measures: Tensor, opens: Tensor, edits: bool = True) -> None:
     """Apply the tap in place with plain torch operators, on any device.
 
     x `[..., d]`: the half of the stream that is edited; residual `[..., d]` or None: the other half.
     rows int32 `[tokens 6]`; index int32 `[programs 4]`: see `program.py`; words int32 and numbers float32 `[terms 8]`;
     bank float32 `[vectors width]`, width >= d; offsets int32 `[plans 2]`: before, after; arena `[values]`, flat;
-    measures float32 `[tokens gates]`; opens int32 `[slots gates]`. Sums are in float32 and cast once.
+    measures float32 `[tokens gates]`; opens int32 `[slots gates]`. Sums are in float32 and cast once. edits: False where no row
+    has a program here, so that only captures are left to do.
     """
     d = x.shape[-1]
     flat = x.view(-1, d)
     other = None if residual is None else residual.view(-1, d)
     table = rows[: flat.shape[0]]
     count = torch.where(table[:, P.PROGRAM] >= 0, index[table[:, P.PROGRAM].clamp(min=0).long(), P.COUNT], 0)
-    edited = (count > 0).nonzero().flatten()
-    _capture(flat, other, table, offsets[:, 0], arena, wide=False)
+    edited = (count > 0).nonzero().flatten() if edits else count[:0]
+    copy_out(flat, other, table, offsets[:, 0], arena)
     if edited.numel():
         line, value = index[table[edited, P.PROGRAM].long()], flat[edited].float()
         if bool((line[:, P.PLAIN] >= 0).all()):
@@ -51,19 +52,31 @@ def tap_reference(x: Tensor, residual: Tensor | None, rows: Tensor, index: Tenso
             whole = value if other is None else value + other[edited].float()
             delta = _run(whole, table[edited], edited, line[:, P.FIRST].long(), count[edited], words, numbers, bank[:, :d], measures, opens)
         flat[edited] = (value + delta).to(x.dtype)
-    _capture(flat, other, table, offsets[:, 1], arena, wide=False)
+    copy_out(flat, other, table, offsets[:, 1], arena)
 
 
-# Addresses of the index tables of sites at which nobody's rows do anything now: there a tap is not even launched.
+# Addresses of index tables: of sites at which nobody's rows do anything now, where a tap is not even launched; and of those
+# at which none is edited, where the kernel that is launched cannot edit: it leaves room for twice as many rows beside it.
 asleep: set[int] = set()
+unedited: set[int] = set()
 
 
 def sleeps(index: Tensor) -> bool:
     """Whether a site's tap can be left out of this forward. A graph that is being captured needs all of them."""
-    return index.data_ptr() in asleep and not (index.is_cuda and torch.cuda.is_current_stream_capturing())
+    return _now(index, asleep)
 
 
-def _capture(flat: Tensor, other: Tensor | None, table: Tensor, offsets: Tensor, arena: Tensor, wide: bool) -> None:
+def edits(index: Tensor) -> bool:
+    """Whether a site's rows may be edited in this forward. A graph that is being captured must be able to."""
+    return not _now(index, unedited)
+
+
+def _now(index: Tensor, some: set[int]) -> bool:
+    return index.data_ptr() in some and not (index.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def copy_out(flat: Tensor, other: Tensor | None, table: Tensor, offsets: Tensor, arena: Tensor, wide: bool = False) -> None:
+    """Copy rows `flat [n d]`, plus `other [n d]` where there is one, into the arena, by one side `[plans]` of a point's offsets."""
     offset = torch.where(table[:, P.PLAN] >= 0, offsets[table[:, P.PLAN].clamp(min=0).long()], -1)
     taken = (offset >= 0).nonzero().flatten()
     if taken.numel():
@@ -140,80 +153,57 @@ if triton is not None:
 
     @triton.jit
     def mia_tap(x, residual, rows, index, words, numbers, bank, offsets, arena, measures, opens, d, width, x_stride, r_stride,
-                HAS_RESIDUAL: tl.constexpr, EDITS: tl.constexpr, GATES: tl.constexpr, RATIO: tl.constexpr, EARLY: tl.constexpr,
-                BLOCK: tl.constexpr):
+                HAS_RESIDUAL: tl.constexpr, EDITS: tl.constexpr, GATES: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         cols = tl.arange(0, BLOCK)
         mask = cols < d
-        line, plain, added, before, after = prologue(rows, index, bank, offsets, row, width, cols, mask, EDITS, BLOCK)
+        before, after = places(rows, offsets, row)
+        idle = (before < 0) & (after < 0)
+        if EDITS:
+            line, plain, added = prologue(rows, index, bank, row, d, width, cols)
+            idle = idle & (line < 0)
         if EARLY:
             tl.extra.cuda.gdc_wait()
-        if (line < 0) & (before < 0) & (after < 0):
+        if idle:
             return
         value = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
         other = tl.zeros([BLOCK], dtype=tl.float32)
         if HAS_RESIDUAL:
             other = tl.load(residual + row * r_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        capture(arena, before, value + other, cols, mask, RATIO)
-        if line >= 0:
-            value = apply(value, other, line, plain, added, row, rows, index, words, numbers, bank, measures, opens, width, cols, mask,
-                          GATES, BLOCK).to(x.dtype.element_ty)
-            tl.store(x + row * x_stride + cols, value, mask=mask)
-            value = value.to(tl.float32)
-        capture(arena, after, value + other, cols, mask, RATIO)
+        capture(arena, before, value + other, cols, mask)
+        if EDITS:  # noqa: SIM102 - decided when this is compiled, without the line
+            if line >= 0:
+                value = apply(value, other, line, plain, added, row, rows, index, words, numbers, bank, measures, opens, width, cols, mask,
+                              GATES, BLOCK).to(x.dtype.element_ty)
+                tl.store(x + row * x_stride + cols, value, mask=mask)
+                value = value.to(tl.float32)
+        capture(arena, after, value + other, cols, mask)
 
 
-def _launch(edits: bool, wide: bool, x: Tensor, residual: Tensor | None, rows: Tensor, index: Tensor, words: Tensor, numbers: Tensor,
-            bank: Tensor, offsets: Tensor, arena: Tensor, measures: Tensor, opens: Tensor) -> None:
+def tap_cuda(x: Tensor, residual: Tensor | None, rows: Tensor, index: Tensor, words: Tensor, numbers: Tensor, bank: Tensor,
+             offsets: Tensor, arena: Tensor, measures: Tensor, opens: Tensor, edits: bool = True) -> None:
+    """Apply the tap in place with one Triton launch; a neutral row costs one 8-byte read. Arguments as the reference."""
     d, (n, x_stride) = x.shape[-1], extent(x)
     other, r_stride = (x, x_stride) if residual is None else (residual, extent(residual)[1])
-    constants = (("HAS_RESIDUAL", residual is not None), ("EDITS", edits), ("GATES", measures.shape[1]),
-                 ("RATIO", 4 // arena.element_size() if wide else 1))
-    launch(mia_tap, n, d, (x, other, rows, index, words, numbers, bank, offsets, arena.view(torch.float32) if wide else arena,
-                           measures, opens, d, bank.stride(0), x_stride, r_stride), constants)
-
-
-def tap_cuda(*args: Tensor | None) -> None:
-    """Apply the tap in place with one Triton launch; a neutral row costs one 8-byte read. Arguments as the reference."""
-    _launch(True, False, *args)
-
-
-def read_cuda(x: Tensor, *args: Tensor | None, wide: bool) -> None:
-    """Capture only, with one Triton launch."""
-    _launch(False, wide, x, *args)
-
-
-def read_reference(x: Tensor, residual: Tensor | None, rows: Tensor, index: Tensor, words: Tensor, numbers: Tensor, bank: Tensor,
-                   offsets: Tensor, arena: Tensor, measures: Tensor, opens: Tensor, *, wide: bool) -> None:
-    """Capture only: for views of a larger tensor, which declared as edited would be cloned. Arguments as `tap_reference`.
-
-    wide: the values are stored as float32, whatever the arena's type.
-    """
-    flat = x.view(-1, x.shape[-1])
-    other = None if residual is None else residual.view(flat.shape)
-    for side in (0, 1):
-        _capture(flat, other, rows[: len(flat)], offsets[:, side], arena, wide)
+    launch(mia_tap, n, d, (x, other, rows, index, words, numbers, bank, offsets, arena, measures, opens, d, bank.stride(0), x_stride,
+                           r_stride), (("HAS_RESIDUAL", residual is not None), ("EDITS", edits), ("GATES", measures.shape[1])))
 
 
 def _waking(body: Callable[..., None]) -> Callable[..., None]:
     """A kernel's body that does nothing at a site that sleeps."""
 
     @wraps(body)
-    def awake(x: Tensor, residual: Tensor | None, rows: Tensor, index: Tensor, *rest: Tensor, **options: bool) -> None:
+    def awake(x: Tensor, residual: Tensor | None, rows: Tensor, index: Tensor, *rest: Tensor) -> None:
         if not sleeps(index):
-            body(x, residual, rows, index, *rest, **options)
+            body(x, residual, rows, index, *rest, edits=edits(index))
 
     return awake
 
 
-TABLES = "Tensor rows, Tensor index, Tensor words, Tensor numbers, Tensor bank, Tensor offsets, Tensor(b!) arena"
 LIBRARY = torch.library.Library("mia_lab", "DEF")
-LIBRARY.define(f"tap_(Tensor(a!) x, Tensor? residual, {TABLES}, Tensor(c!) measures, Tensor opens) -> ()")
-LIBRARY.define(f"read_(Tensor x, Tensor? residual, {TABLES}, Tensor measures, Tensor opens, *, bool wide) -> ()")
-for _name, _reference, _cuda in (("tap_", tap_reference, tap_cuda), ("read_", read_reference, read_cuda)):
-    LIBRARY.impl(_name, _waking(_reference), "CPU")
-    LIBRARY.impl(_name, _waking(_cuda), "CUDA")
-    LIBRARY.impl(_name, lambda *args, **kwargs: None, "Meta")
-
+LIBRARY.define("tap_(Tensor(a!) x, Tensor? residual, Tensor rows, Tensor index, Tensor words, Tensor numbers, Tensor bank, Tensor offsets, "
+               "Tensor(b!) arena, Tensor(c!) measures, Tensor opens) -> ()")
+LIBRARY.impl("tap_", _waking(tap_reference), "CPU")
+LIBRARY.impl("tap_", _waking(tap_cuda), "CUDA")
+LIBRARY.impl("tap_", lambda *args: None, "Meta")
 tap_ = torch.ops.mia_lab.tap_.default
-read_ = torch.ops.mia_lab.read_.default

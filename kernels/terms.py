@@ -18,43 +18,48 @@ def keep(pointer):
 
 
 @triton.jit
+def keep_if(pointer, there):
+    """The same where there is such an entry, otherwise -1."""
+    return tl.load(pointer, mask=there, other=-1, eviction_policy="evict_last")
+
+
+@triton.jit
 def vector(bank, place, width, cols, mask):
     """Read a vector of the bank, which is likely to be read again."""
     return tl.load(bank + place.to(tl.int64) * width + cols, mask=mask, other=0.0, eviction_policy="evict_last")
 
 
 @triton.jit
-def capture(arena, place, values, cols, mask, RATIO: tl.constexpr):
-    """Store a row in the arena, unless `place` is -1."""
+def capture(arena, place, values, cols, mask):
+    """Store a row in the arena, unless `place` is -1.
+
+    Rows begin at whole 16 bytes. Said so that the compiler sees it, a thread stores these at once, not value by value.
+    """
+    UNIT: tl.constexpr = 128 // arena.dtype.element_ty.primitive_bitwidth
     if place >= 0:
-        tl.store(arena + place // RATIO + cols, values.to(arena.dtype.element_ty), mask=mask)
+        tl.store(arena + place // UNIT * UNIT + cols, values.to(arena.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def prologue(rows, index, bank, offsets, row, width, cols, mask, EDITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Read all that the tables say of a row: its program's line of `index` (or -1 for none), its plain addition if it is
-    one, and where in the arena its value goes before and after its edits (or -1)."""
-    program = keep(rows + row * 6)
+def places(rows, offsets, row):
+    """Where in the arena a row's value goes before and after its edits (or -1)."""
     plan = keep(rows + row * 6 + 1)
     base = keep(rows + row * 6 + 2).to(tl.int64)
-    before = base - base - 1
-    after = before
-    line = before
-    added = tl.zeros([BLOCK], dtype=tl.float32)
-    plain = program * 0 - 1
-    if plan >= 0:
-        first = keep(offsets + plan * 2)
-        last = keep(offsets + plan * 2 + 1)
-        before = tl.where(first >= 0, base + first, before)
-        after = tl.where(last >= 0, base + last, after)
-    if EDITS and program >= 0:
-        count = keep(index + program * 4 + 1)
-        plain = keep(index + program * 4 + 2)
-        coeff = keep(index + program * 4 + 3).to(tl.float32, bitcast=True)
-        line = tl.where(count > 0, program.to(tl.int64), line)
-        if plain >= 0:
-            added = coeff * vector(bank, plain, width, cols, mask)
-    return line, plain, added, before, after
+    first = keep_if(offsets + plan * 2, plan >= 0)
+    last = keep_if(offsets + plan * 2 + 1, plan >= 0)
+    return tl.where(first >= 0, base + first, -1), tl.where(last >= 0, base + last, -1)
+
+
+@triton.jit
+def prologue(rows, index, bank, row, d, width, cols):
+    """Read what the tables say of a row's edits: its program's line of `index` (or -1 for none), and its plain addition if
+    it is one. Without branches, so that the reads of several sites are under way together."""
+    program = keep(rows + row * 6)
+    count = keep_if(index + program * 4 + 1, program >= 0)
+    plain = keep_if(index + program * 4 + 2, program >= 0)
+    coeff = keep_if(index + program * 4 + 3, program >= 0).to(tl.float32, bitcast=True)
+    added = coeff * vector(bank, plain, width, cols, cols < tl.where(plain >= 0, d, 0))
+    return tl.where(count > 0, program, -1).to(tl.int64), plain, added
 
 
 @triton.jit
@@ -146,7 +151,9 @@ def _accumulate(f, flags, gate, write, coeff, p, seen, row, bank, measures, widt
     """Add a reading to the row's accumulator."""
     reading = p + keep(f + 2)
     if (flags & _COSINE) > 0:
-        mean = vector(bank, write, width, cols, mask & (write >= 0))
+        mean = tl.zeros_like(seen)
+        if write >= 0:
+            mean = vector(bank, write, width, cols, mask)
         away = tl.where(mask, seen - mean, 0.0)
         reading = reading / tl.sqrt_rn(tl.sum(away * away, axis=0))
     taken = coeff * reading
@@ -155,3 +162,4 @@ def _accumulate(f, flags, gate, write, coeff, p, seen, row, bank, measures, widt
     if (flags & _BEGINS) == 0:
         taken += tl.load(measures + row * GATES + gate)
     tl.store(measures + row * GATES + gate, taken)
+    tl.debug_barrier()  # one thread stored it, all of them read it for the terms that follow

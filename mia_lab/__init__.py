@@ -6,7 +6,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOME = {"Session": "session", "Point": "points", "ActivationCache": "cache", "LazyTensor": "lazy", "Vector": "analysis.vectors",
+_HOME = {"Session": "session", "Client": "serve.client.client",
+         "Point": "points", "ActivationCache": "cache", "LazyTensor": "lazy", "Vector": "analysis.vectors",
          "MiaError": "errors", "library": "analysis.library", "Library": "analysis.library",
          "Recording": "recording", "Pairs": "analysis.pairs", "dataset": "analysis.data",
          **dict.fromkeys(("combine", "orthogonalise"), "analysis.algebra"), "CosineMap": "analysis.cosines",

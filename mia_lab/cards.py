@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 def session_text(session: Session) -> str:
     """Return the three lines of its repr."""
     if session._engine.closed:
-        return f"Session({session.model}): closed"
+        return f"{type(session).__name__}({session.model}): closed"
     facts = session_facts(session)
-    return (f"Session: {facts['model']}\n  {facts['engine']}; taps {facts['taps']}\n"
+    return (f"{type(session).__name__}: {facts['model']}\n  {facts['engine']}; taps {facts['taps']}\n"
             f"  tables {facts['tables']}; KV room for {facts['KV room']}")
 
 
 def session_facts(session: Session) -> dict[str, str]:
     """Return what an open session runs, by name."""
-    config, facts = session._engine.config, session._engine.facts
-    compilation, cache = config.compilation_config, config.cache_config
+    settings, facts = session._engine.settings, session._engine.facts
+    compiled, graphs = settings.compiled.split(", ")
     kinds = {kind: sum(p.kind == kind for p in session.tapped) for kind in KINDS}
     return {
         "model": f"{session.model}, {session.n_layers} layers, d_model {session.d_model}, {str(session.dtype).removeprefix('torch.')}, "
                  f"adds BOS: {session._has_bos_rule()}",
-        "engine": f"compile {compilation.mode.name}, graphs {compilation.cudagraph_mode.name}, runner {facts['runner']}",
+        "engine": f"compile {compiled}, graphs {graphs}, runner {facts['runner']}",
         "taps": ", ".join(f"{kind} x{n}" for kind, n in kinds.items() if n),
         "tables": f"{human_bytes(facts['table_bytes'])}, up to {facts['captured_tokens']} captured tokens a step",
-        "KV room": f"{(cache.num_gpu_blocks or 0) * cache.block_size} tokens"}
+        "KV room": f"{settings.kv_tokens} tokens"}
 
 
 def session_card(session: Session) -> list[Part]:
@@ -47,7 +47,7 @@ def session_card(session: Session) -> list[Part]:
     facts = session_facts(session) | {
         "edits": f"{', '.join(session.edit_kinds) or 'none'} enabled; {acting or 'none'} acting on all that is run now",
         "proved": f"{len({v.point for v in session.proof})} points and {len({v.edit for v in session.proof})} kinds of edit, each "
-                  "against its formula, at prefill and at decode"}
+                  "against its formula, at prefill and at decode" if session.proof else "by its server, when it started"}
     middle = session.n_layers // 2
     steps = (("see every point and its shape", "s.points()"),
              ("read values", 'logits, cache = s.run_with_cache("The Eiffel Tower is in")'),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .bundles.commands import bundle_commands
 from .errors import MiaError
+from .serve.commands import server_commands
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,11 +29,12 @@ def main(argv: list[str] | None = None) -> int:
     bench.add_argument("--case", nargs="+", default=[], help="only these cases")
     bench.add_argument("--profile", nargs="+", default=[], metavar="CASE", help="cases of which to take a GPU profile")
     bench.add_argument("--layers", type=int, help="cut a shape to so many blocks")
+    bench.add_argument("--alone", action="store_true", help="without the native engine, for a model that fits once: beside its idle self")
     bench.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="vLLM options for both engines")
     bench.add_argument("--session", type=json.loads, default={}, metavar="JSON", help="Session arguments for the tapped one")
     bench.add_argument("--peers", action="store_true", help="also run other tools on the same work, those that are installed")
     bench.add_argument("--out", type=Path, default=Path("overhead.json"), help="raw figures; a plot goes beside it")
-    run = {"demo": _demo, "card": _card, "bench": _bench} | bundle_commands(commands)
+    run = {"demo": _demo, "card": _card, "bench": _bench} | bundle_commands(commands) | server_commands(commands)
     args = parser.parse_args(argv)
     try:
         return run[args.command](args)
@@ -64,7 +66,7 @@ def _bench(args: argparse.Namespace) -> int:
     works = [Work(batch, *args.tokens) for batch in args.batch]
     about, facts, rows, others = machine.about(), [], [], []
     for model in args.model:
-        pair = Pair.load(model, args.engine, works, args.layers, **args.session)
+        pair = Pair.load(model, args.engine, works, args.layers, args.alone, **args.session)
         facts.append(pair.facts())
         print(f"{report.describe(facts[-1])}\n{report.text([])}", flush=True)
         for work in works:

@@ -11,7 +11,7 @@ from .edits import Edit, Step, digest
 from .engine.wire import MAX_GATES, MAX_TERMS, Span, Spec, Term, busiest, depth, segments
 from .engine.wire import Gate as WireGate
 from .errors import EditError
-from .gates import After, Gate
+from .gates import After, Gate, Probe
 from .points import Point
 from .selectors import CONTENT, ENDLESS, Context, Selector, intersect, merge
 
@@ -88,7 +88,7 @@ def compile_edits(edits: Iterable[Edit], prompt: Context, model: Model) -> Compi
 
 
 def check(edit: Edit, model: Model) -> None:
-    """EditError when an edit's kind, points or widths do not fit the model, whatever the prompt."""
+    """EditError when an edit's kind, points or widths, or its gate's, do not fit the model, whatever the prompt."""
     kind = type(edit).__name__.lower()
     if kind not in model.edit_kinds:
         raise EditError(f"{type(edit).__name__} edits were not declared; declared: {', '.join(model.edit_kinds) or 'none'}. "
@@ -98,6 +98,8 @@ def check(edit: Edit, model: Model) -> None:
         for step in steps:
             if step.op != "bias":
                 _terms(step, point, edit, [(0, None)], -1, model, Compiled(), Context(()))
+    for probe in edit.when.probes if isinstance(edit.when, Gate) else ():
+        _check_probe(probe, model)
 
 
 def _spans(edit: Edit, prompt: Context) -> list[Span]:
@@ -179,9 +181,7 @@ def _gate(when: Gate | After, index: int, rows: list[Span], prompt: Context, mod
     spans = tuple(rows) if rule == "row" else ((start, stop or None),)
     measures = []
     for probe in when.probes:
-        _check_point(probe.at, model)
-        if probe.direction.shape != (prod(model.shapes[probe.at]),):
-            raise EditError(f"the probe at {probe.at} has width {len(probe.direction)}; the model's is {prod(model.shapes[probe.at])}")
+        _check_probe(probe, model)
         measures.append(Term("measure", probe.at.kind, probe.at.layer, spans, out.vector(probe.direction),
                              out.vector(probe.mean if probe.cosine else None), when.sign, offset=probe.offset,
                              threshold=when.level if when.votes else 0.0, gate=index, cosine=probe.cosine, vote=when.votes))
@@ -195,6 +195,12 @@ def _check_order(measures: list[Term], out: Compiled) -> None:
         if late:
             raise EditError(f"the gate of an edit at {Point(*term.site)} reads at {Point(*late[0].site)}, which comes after it or beside "
                             f"it; read at an earlier layer, or over='prompt_last' or 'since'")
+
+
+def _check_probe(probe: Probe, model: Model) -> None:
+    _check_point(probe.at, model)
+    if probe.direction.shape != (prod(model.shapes[probe.at]),):
+        raise EditError(f"the probe at {probe.at} has width {len(probe.direction)}; the model's is {prod(model.shapes[probe.at])}")
 
 
 def _check_point(point: Point, model: Model) -> None:

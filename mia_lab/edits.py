@@ -7,7 +7,8 @@ are stated.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -141,9 +142,12 @@ class Add(Edit):
         return {point: row.clone() for point, row in self._rows.items()}
 
     def scaled(self, factor: float) -> Add:
-        """The same edit with its coefficient times `factor`."""
-        return Add(self.vector, self.coeff * factor, self.layers, self.point, self.where, self.keep_norm, self.head, when=self.when,
-                   schedule=self.schedule)
+        """The same edit with its coefficient times `factor`; it shares its vectors with this one."""
+        other, coeff = copy(self), number(self.coeff * factor, "the coefficient")
+        steps = {point: (replace(add, coeff=coeff), *tail) for point, (add, *tail) in self._steps.items()}
+        for name, value in (("coeff", coeff), ("_steps", steps), ("_key", None), ("_addresses", self._addresses)):
+            object.__setattr__(other, name, value)
+        return other
 
     def _notes(self) -> dict[str, Any]:
         return {"coeff": f"{self.coeff:g}", **super()._notes()}

@@ -21,6 +21,10 @@ class PromptError(MiaError, ValueError):
     """A prompt that cannot be run: empty, too long, or of an unknown type."""
 
 
+class RoomError(MiaError, RuntimeError):
+    """More different edits at once than the engine's tables hold; there may be room when some requests have ended."""
+
+
 class UnsupportedError(MiaError, RuntimeError):
     """A model, vLLM version or engine option under which results could be wrong."""
 
@@ -43,3 +47,17 @@ class EngineError(MiaError, RuntimeError):
 
 class BundleError(MiaError, ValueError):
     """A bundle that cannot be read, or that does not do here what it did where it was made."""
+
+
+class ServerError(MiaError, RuntimeError):
+    """A server that cannot be reached, that refuses a request, or that is none of mia_lab's. status: its HTTP status, 0 for none."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def named(name: str, text: str) -> MiaError:
+    """The error of a name, as another process told it; a MiaError where no such one is known here."""
+    found = globals().get(name)
+    return found(text) if isinstance(found, type) and issubclass(found, MiaError) else MiaError(text)

@@ -7,12 +7,12 @@ import os
 import uuid
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from math import prod
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from . import failures, logs
@@ -21,10 +21,11 @@ from .engine.config import EngineOptions
 from .engine.shared import take
 from .engine.shutdown import shut_down
 from .engine.wire import KEY, Span
-from .errors import ClosedError, MiaError, MissingRowsError, PromptError
+from .engine_like import EngineLike
+from .errors import ClosedError, MiaError, MissingRowsError, PromptError, named
 from .points import Point
 from .residual import Readout
-from .turns import Stopped, Turns
+from .turns import Stopped
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -87,12 +88,13 @@ def close_engine(llm: Any) -> None:
         shut_down(llm.llm_engine.engine_core, alone=not here or not _in_this_process)
 
 
-class Engine:
+class Engine(EngineLike):
     """One vLLM engine with taps. `in_process` keeps it in this process; otherwise vLLM starts its own."""
 
     def __init__(self, model: str, asked: EngineOptions, in_process: bool, options: dict[str, Any]) -> None:
         from .engine.plugin import register
 
+        super().__init__()
         register()
         options = {"use_tqdm_on_load": False} | options
         additional = dict(options.pop("additional_config", None) or {}) | {KEY: asked.as_json()}
@@ -104,15 +106,12 @@ class Engine:
 
             self._llm: Any = LLM(model=model, additional_config=additional, **options)
         logs.tame()
-        self._broken, self.in_process, self.turns = "", in_process, Turns()
+        self._broken, self.in_process = "", in_process
         if in_process:
             _in_this_process.add(self._llm)
-        self._dropped: list[str] = []
         self._known: dict[str, None] = {}  # vectors that the worker holds, by address, least recently used first
-        self.config = self._llm.llm_engine.vllm_config
         self.tokenizer = self._llm.get_tokenizer()
-        self.facts: dict[str, Any] = self.rpc("describe")
-        self.shapes = {Point(kind, layer): tuple(shape) for kind, layer, shape in self.facts["shapes"]}
+        self._learn(self.rpc("describe"))
 
     @property
     def llm(self) -> Any:
@@ -128,18 +127,34 @@ class Engine:
         """Whether `close` was called."""
         return self._llm is None
 
-    def dtype_of(self, kind: str) -> torch.dtype:
-        """The type in which rows at a kind of point are kept."""
-        return torch.float32 if kind in self.facts["wide"] else self.config.model_config.dtype
+    def require_open(self) -> None:
+        """ClosedError where no request can be run any more."""
+        self.llm  # noqa: B018  says why
 
-    def row_bytes(self, site: tuple[str, int]) -> int:
-        """Bytes of one row at a point."""
-        return prod(self.shapes[Point(*site)]) * self.dtype_of(site[0]).itemsize
+    def capture_room(self) -> int:
+        """Bytes of captured rows that the memory which is free has room for."""
+        return int(0.8 * psutil.virtual_memory().available)
 
     def rpc(self, method: str, *args: Any) -> Any:
         """Call one of the worker's `mia_*` methods and return what it gives."""
         with self.turns.taken(), self._living():
-            return self.llm.collective_rpc(f"mia_{method}", args=args)[0]
+            if self.in_process:
+                return self.llm.collective_rpc(f"mia_{method}", args=args)[0]
+            error, found = self.llm.collective_rpc("mia_call", args=(method, args))[0]
+            if error:
+                raise named(error, found)
+            return found
+
+    def sampling(self, params: Mapping[str, Any], wire: str) -> SamplingParams:
+        """One request's SamplingParams, which carry its spec. PromptError for what cannot be."""
+        from vllm import SamplingParams
+
+        params = dict(params)
+        extra = dict(params.pop("extra_args", None) or {}) | ({KEY: wire} if wire else {})
+        try:
+            return SamplingParams(**params, extra_args=extra)
+        except Exception as error:  # vLLM has errors of its own for these, which differ between versions
+            raise PromptError(f"these sampling arguments do not work: {error}") from None
 
     def run(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], lora: Any = None) -> list[RequestOutput]:
         """Run token prompts as one continuous batch, with a LoRA or without. Whatever interrupts it, no request is left."""
@@ -216,15 +231,9 @@ class Engine:
             for sha in surplus:
                 del self._known[sha]
 
-    def drop_later(self, uids: list[str]) -> None:
-        """Let go of requests' rows at the next call: a finaliser may run while the engine is busy."""
-        self._dropped += uids
-
-    def let_go(self) -> None:
-        """Drop the rows that nobody holds any more."""
-        if self._dropped:
-            uids, self._dropped = self._dropped, []
-            self.rpc("drop", uids)
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached KV; False when requests still hold some."""
+        return self.llm.reset_prefix_cache()
 
     def _recover(self) -> None:
         """Leave nothing of a broken-off run: no request, no half step, and no cached block that was never computed."""
@@ -267,7 +276,7 @@ class Engine:
 class EngineRows:
     """Rows that the worker holds for a batch of requests; let go when this object is."""
 
-    def __init__(self, engine: Engine, uids: Sequence[str]) -> None:
+    def __init__(self, engine: EngineLike, uids: Sequence[str]) -> None:
         self._engine, self._uids = engine, list(uids)
         weakref.finalize(self, engine.drop_later, list(uids))
 
@@ -306,7 +315,7 @@ class EngineRows:
     def readout(self, tokens: Sequence[int]) -> Readout:
         """Return how the model's final norm and unembedding read some tokens."""
         self._known(tokens)
-        width = self._engine.config.model_config.get_hidden_size()
+        width = self._engine.settings.d_model
         vectors, bias, centred, eps = self._call("readout", "the unembedding", list(tokens))
         return Readout(take(vectors, torch.float32).view(-1, width), take(bias, torch.float32), centred, eps)
 
@@ -324,7 +333,7 @@ class EngineRows:
              before: bool = False, shifts: Sequence[torch.Tensor | None] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the streams at `points` would say next at positions `at` of every request, as engine/lens.py gives it:
         float32 `[point row 2 + k + m]` and int64 `[point row k + 2 m]`, rows of one request after those of another."""
-        vocab = self._engine.config.model_config.get_vocab_size()
+        vocab = self._engine.settings.d_vocab
         if not 0 < k <= vocab:
             raise PromptError(f"the {k} likeliest tokens were asked for; the model knows {vocab}")
         self._known(tokens or ())
@@ -348,7 +357,7 @@ class EngineRows:
 
     def _known(self, tokens: Sequence[int]) -> None:
         """PromptError for an id that the model has no logit for."""
-        vocab = self._engine.config.model_config.get_vocab_size()
+        vocab = self._engine.settings.d_vocab
         wrong = [token for token in tokens if not 0 <= token < vocab]
         if wrong:
             raise PromptError(f"{wrong[0]} is no token id of this model (0 to {vocab - 1})")

@@ -1,6 +1,7 @@
 """Selectors: which positions of a request something touches. Each resolves to spans of absolute positions."""
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -97,10 +98,17 @@ def _span(prompt: Context, text: str, occurrence: int) -> Run:
     if not -len(starts) <= occurrence < len(starts):
         raise EditError(f"the text {text!r} occurs {len(starts)} times in the prompt; occurrence {occurrence} was asked for")
     low = starts[occurrence]
-    prefixes = [prompt.tokenizer.decode(prompt.ids[:i]) for i in range(prompt.n + 1)]
     # Tokens that share a character have no border between them: the text of a prefix that ends there is not one of the whole.
-    borders = [i for i, prefix in enumerate(prefixes) if whole.startswith(prefix)]
-    groups = [(a, b) for a, b in pairwise(borders) if len(prefixes[a]) < low + len(text) and len(prefixes[b]) > low]
+    prefix = lambda i: prompt.tokenizer.decode(prompt.ids[:i])  # noqa: E731
+    start = bisect_right(range(prompt.n + 1), low, key=lambda i: len(prefix(i)))  # to decode every prefix would take minutes
+    while len(prefix(start)) > low or not whole.startswith(prefix(start)):
+        start -= 1
+    borders: list[tuple[int, int]] = []  # from the last one before the text on, with how many characters lie before each
+    while not borders or borders[-1][1] < low + len(text):
+        found = prefix(start)
+        borders += [(start, len(found))] if whole.startswith(found) else []
+        start += 1
+    groups = [(a, b) for (a, before), (b, after) in pairwise(borders) if before < low + len(text) and after > low]
     return merge(groups)
 
 

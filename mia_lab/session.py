@@ -1,8 +1,6 @@
 """Session: one vLLM model with taps. Everything a notebook does starts here."""
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,15 +17,17 @@ from . import prompts as prompts_
 from .analyses import Analyses
 from .cache import ActivationCache, Batch
 from .compile import Model
+from .declare import EDIT_KINDS, declare
 from .edits import Add, Edit
 from .engine.config import EngineOptions, Sizes, refuse_unsupported
 from .engine.wire import ATTENTION, Reduce, Take
+from .engine_like import EngineLike
 from .errors import EditError, MiaError
 from .launch import Engine, EngineRows, read_config
 from .lazy import LazyTensor
 from .models import resolve
 from .panels import Panels
-from .points import DERIVED, KINDS, Point, every, select
+from .points import Point, select
 from .prompts import Prompts
 from .selectors import Context
 from .submit import Submitter, has_bos, per_prompt
@@ -36,10 +36,9 @@ from .views import Views
 if TYPE_CHECKING:
     from .analysis.vectors import Vector
     from .point_table import PointTable
+    from .proof import Verdict
     from .recording import Recording
     from .watching import Moment
-
-EDIT_KINDS = ("add", "ablate", "clamp", "scale", "replace", "affine", "clampfeature", "attentionbias")
 
 
 class Session(Analyses, Views, Panels):
@@ -59,40 +58,42 @@ class Session(Analyses, Views, Panels):
     def __init__(self, model: str, *, points: Any = ("resid_post",), edits: Sequence[str] = EDIT_KINDS,
                  max_captured_tokens: int | None = None, max_biased_tokens: int = 0, in_process: bool = True,
                  delivery: str = "complete", **engine: Any) -> None:
-        from .proof import prove
-
         unknown = [kind for kind in edits if kind not in EDIT_KINDS]
         if unknown:
             raise EditError(f"there is no edit kind {unknown[0]!r}; the kinds are {', '.join(EDIT_KINDS)}")
         if delivery not in ("complete", "best_effort"):
             raise MiaError(f'delivery is "complete" or "best_effort", not {delivery!r}')
-        self.model = str(model)
-        path = resolve(self.model)
+        path = resolve(str(model))
         config = read_config(path, engine)
-        self.n_layers: int = config.model_config.hf_text_config.num_hidden_layers
-        self.d_model: int = config.model_config.get_hidden_size()
-        self.edit_kinds = tuple(edits)
-        self._defaults: list[Edit] = []
-        self._open, self._steering = _Open(), 0  # this thread's, and how many scopes are open in all
-        self._units: dict[str, torch.Tensor] = {}
-        if not max_biased_tokens:
-            self.edit_kinds = tuple(kind for kind in self.edit_kinds if kind != "attentionbias")
-        declared = _declare(points, self.n_layers, "attentionbias" in self.edit_kinds)
-        asked = EngineOptions(*declared, self.edit_kinds, max_captured_tokens or 0, max_biased_tokens,
-                              delivery == "complete")
+        kinds = tuple(kind for kind in edits if kind != "attentionbias" or max_biased_tokens)
+        declared = declare(points, config.model_config.hf_text_config.num_hidden_layers, "attentionbias" in kinds)
+        asked = EngineOptions(*declared, kinds, max_captured_tokens or 0, max_biased_tokens, delivery == "complete")
         sizes = Sizes.of(config, asked)
         refuse_unsupported(config, sizes)  # before minutes of loading; the engine checks again
         print(f"mia_lab: {sizes.describe(config, asked)}", file=sys.stderr)
-        self._engine = Engine(path, asked, in_process, engine)
-        facts = self._engine.facts
+        self._over(Engine(path, asked, in_process, engine), str(model))
+        self._prove()
+
+    def _over(self, engine: EngineLike, model: str) -> None:
+        """Become a session of an engine that is up."""
+        self.model, self._engine = model, engine
+        facts, settings = engine.facts, engine.settings
+        self.n_layers, self.d_model, self.edit_kinds = settings.n_layers, settings.d_model, settings.edits
+        self.dtype, self.max_len = settings.type, settings.max_len
+        self.proof: list[Verdict] = []
+        self._defaults: list[Edit] = []
+        self._open, self._steering = _Open(), 0  # this thread's, and how many scopes are open in all
+        self._units: dict[str, torch.Tensor] = {}
         sites = [Point(kind, layer) for kind, layer in facts["sites"]]
         self._points = [p for p in sites if p.kind != ATTENTION]
         read_only = frozenset(facts["read_only"])
         editable = frozenset(p for p in sites if p.kind not in read_only) if self.edit_kinds else frozenset()
-        self._submit = Submitter(self._engine, Model(self.n_layers, self._engine.shapes, editable, read_only, self.edit_kinds))
-        self.dtype: torch.dtype = self._engine.config.model_config.dtype
-        self.max_len: int = self._engine.config.model_config.max_model_len
-        self._dialect = dict(sandwich=facts["sandwich"], rotary=_rotates(config.model_config.hf_text_config))
+        self._submit = Submitter(engine, Model(self.n_layers, engine.shapes, editable, read_only, self.edit_kinds))
+        self._dialect = dict(sandwich=facts["sandwich"], rotary=settings.rotary)
+
+    def _prove(self) -> None:
+        from .proof import prove
+
         try:
             self.proof = prove(self)
         except BaseException:
@@ -247,11 +248,10 @@ class Session(Analyses, Views, Panels):
         """Identity of the loaded weights: a hash over a sample of each."""
         return self._engine.rpc("sample_weights")
 
-    @cached_property
+    @property
     def configuration(self) -> str:
         """Identity of the configuration that the model runs with, `hf_overrides` and all; not of where it lies."""
-        config = self._engine.config.model_config.hf_config.to_dict() | {"_name_or_path": ""}
-        return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:32]
+        return self._engine.settings.configuration
 
     @property
     def dropped(self) -> int:
@@ -263,7 +263,7 @@ class Session(Analyses, Views, Panels):
         norm's output, by the model's own norm and unembedding."""
         if not self._engine.facts["has_unembedding"]:
             raise MiaError("this model transforms its hidden states after the final norm, so logits cannot be rebuilt")
-        vocab, found = self._engine.config.model_config.get_vocab_size(), []
+        vocab, found = self._engine.settings.d_vocab, []
         for part in rows.to(self.dtype).split(max(1, (256 << 20) // (4 * vocab))):
             data = self._engine.rpc("unembed", part.contiguous().view(torch.uint8).numpy().tobytes(), normed)
             found.append(torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, vocab))
@@ -271,7 +271,7 @@ class Session(Analyses, Views, Panels):
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV, so that the next batch computes every row; MiaError when requests still hold some."""
-        if not self._engine.llm.reset_prefix_cache():
+        if not self._engine.reset_prefix_cache():
             raise MiaError("the prefix cache is in use and was not reset")
 
     @property
@@ -309,7 +309,8 @@ class Session(Analyses, Views, Panels):
     # -- within -------------------------------------------------------------------------------------------------------
 
     def _read(self, prompts: Any) -> prompts_.Prompts:
-        return prompts_.read(prompts, self._engine.llm.get_tokenizer(), self.max_len)
+        self._engine.require_open()
+        return prompts_.read(prompts, self._engine.tokenizer, self.max_len)
 
     @property
     def sandwich(self) -> bool:
@@ -353,7 +354,7 @@ class Session(Analyses, Views, Panels):
         return self._submit.context(read, i)
 
     def _logits(self, stream: LazyTensor, real: torch.Tensor, normed: bool) -> LazyTensor:
-        vocab = self._engine.config.model_config.get_vocab_size()
+        vocab = self._engine.settings.d_vocab
 
         def load() -> torch.Tensor:
             out = torch.full((*real.shape, vocab), float("nan"))
@@ -373,22 +374,3 @@ class _Open(threading.local):
         self.scopes: list[list[Edit]] = []
         self.own = self.muted = 0
         self.apart = False
-
-
-def _declare(points: Any, n_layers: int, biased: bool) -> tuple[tuple, frozenset, frozenset]:
-    """Return the sites to tap, in the order of the forward pass, those of them that were named one by one, and the kinds
-    that were named; without names, whatever the model has is tapped."""
-    if isinstance(points, (str, Point)) or (isinstance(points, tuple) and len(points) == 2 and isinstance(points[1], int)):
-        points = [points]
-    known = [p for p in every(n_layers) if p.kind != ATTENTION]
-    names = None if points is None or callable(points) else [
-        item for p in points for item in (DERIVED[p] if isinstance(p, str) and p in DERIVED else [p])]
-    chosen = set(select(points if names is None else names, known, n_layers)) | {Point("resid_post", n_layers - 1)}
-    kinds = [item.removeprefix("hook_") for item in names or () if isinstance(item, str) and item.removeprefix("hook_") in KINDS]
-    exact = [p for item in names or () if item not in kinds for p in select([item], known, n_layers)]
-    chosen |= {Point(ATTENTION, layer) for layer in range(n_layers) if biased}
-    return (tuple((p.kind, p.layer) for p in every(n_layers) if p in chosen), frozenset((p.kind, p.layer) for p in exact), frozenset(kinds))
-
-
-def _rotates(config: Any) -> bool:
-    return bool(getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None))

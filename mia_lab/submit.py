@@ -3,19 +3,21 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import psutil
 import torch
 
 from .compile import Compiled, Model, check, compile_edits
 from .edits import Edit
-from .engine.wire import KEY, Reduce, Spec, Take, addresses, encode, segments
+from .engine.room import Room
+from .engine.wire import Reduce, Spec, Take, encode
+from .engine_like import EngineLike
 from .errors import EditError, PromptError
-from .launch import Engine, EngineRows
+from .launch import EngineRows
 from .lazy import human_bytes
 from .prompts import Prompts
 from .selectors import Context
@@ -24,7 +26,7 @@ from .selectors import Context
 class Submitter:
     """Turns prompts, edits and captures into engine requests."""
 
-    def __init__(self, engine: Engine, model: Model) -> None:
+    def __init__(self, engine: EngineLike, model: Model) -> None:
         self._engine, self.model = engine, model
 
     def compile(self, edits: Iterable[Edit], prompt: Context) -> Compiled:
@@ -61,34 +63,32 @@ class Submitter:
 
     def prepare(self, read: Prompts, edits: Sequence[Sequence[Edit]], params: dict[str, Any], takes: Sequence[Sequence[Take]] = (),
                 reduce: Reduce | None = None, matrices: Mapping[str, torch.Tensor] = MappingProxyType({})) -> tuple[list, list[str]]:
-        """Return each prompt's SamplingParams, which carry its spec, and the name under which its rows are kept."""
-        from vllm import SamplingParams
-
+        """Return each prompt's sampling parameters, which carry its spec, and the name under which its rows are kept."""
         params = dict(params)
         specs, vectors = self.specs(read, edits, takes, reduce)
         uids = [uuid.uuid4().hex for _ in specs]
         if any(takes) and params.get("n", 1) != 1:
             raise PromptError("a capture follows one continuation a prompt; use n=1 and repeat the prompt")
-        self._check_tables(specs, vectors)
-        self._check_memory(read.ids, specs, params.get("max_tokens") or self._max_len)
-        self._check_history(read.ids, specs, params.get("max_tokens") or self._max_len, params.get("n") or 1)
-        extra = dict(params.pop("extra_args", None) or {})
+        room, most = Room.of(self._engine.facts), params.get("max_tokens") or self._max_len
+        room.check(specs, vectors)
+        self._check_memory(read.ids, specs, most)
+        room.check_lengths(min(len(prompt) + most, self._max_len) for prompt, spec in zip(read.ids, specs)
+                           for _ in range(params.get("n") or 1) if spec.keeps_history)
         try:
-            wired = [{KEY: encode(uid, spec)} if spec != Spec() else {} for uid, spec in zip(uids, specs)]
+            wired = [encode(uid, spec) if spec != Spec() else "" for uid, spec in zip(uids, specs)]
         except ValueError as error:
             raise EditError(f"these edits or positions cannot be sent to the engine: {error}") from None
         seeds = params.pop("seed", None)
         seeds = seeds if isinstance(seeds, (list, tuple)) else [seeds] * len(specs)
-        try:
-            sampling = [SamplingParams(**params, seed=seed, extra_args=extra | wire) for wire, seed in zip(wired, seeds, strict=True)]
-        except Exception as error:  # vLLM has errors of its own for these, which differ between versions
-            raise PromptError(f"these sampling arguments do not work: {error}") from None
+        if len(seeds) != len(specs):
+            raise PromptError(f"give one seed, or one for each of the {len(specs)} prompts; these are {len(seeds)}")
+        sampling = [self._engine.sampling(params | {"seed": seed}, wire) for wire, seed in zip(wired, seeds)]
         self._engine.register({**vectors, **matrices})
         return sampling, uids
 
     @property
     def _max_len(self) -> int:
-        return self._engine.config.model_config.max_model_len
+        return self._engine.settings.max_len
 
     def specs(self, read: Prompts, edits: Sequence[Sequence[Edit]], takes: Sequence[Sequence[Take]] = (),
               reduce: Reduce | None = None) -> tuple[list[Spec], dict[str, torch.Tensor]]:
@@ -96,6 +96,7 @@ class Submitter:
         specs: list[Spec] = []
         vectors: dict[str, torch.Tensor] = {}
         compiled: dict[tuple, Compiled] = {}  # requests that ask the same are compiled once
+        built: dict[tuple, Spec] = {}  # and share one spec: comparing hundreds of captured points anew takes longer
         for i, ids in enumerate(read.ids):
             selectors = [s for edit in edits[i] for s in (edit.where, getattr(edit, "span", None)) if s is not None]
             text = (tuple(ids), id(read.messages[i])) if any(s.reads_text for s in selectors) else ()
@@ -103,61 +104,24 @@ class Submitter:
             if key not in compiled:
                 compiled[key] = self.compile(edits[i], self.context(read, i))
                 vectors |= compiled[key].vectors
-            specs.append(Spec(tuple(compiled[key].terms), tuple(takes[i]) if takes else (), tuple(compiled[key].gates), reduce))
+            one = key, id(takes[i]) if takes else 0
+            if one not in built:
+                built[one] = Spec(tuple(compiled[key].terms), tuple(takes[i]) if takes else (), tuple(compiled[key].gates), reduce)
+            specs.append(built[one])
         return specs, vectors
-
-    def _check_tables(self, specs: Sequence[Spec], vectors: dict[str, torch.Tensor]) -> None:
-        """Refuse a batch whose requests, run together, would not fit the engine's tables."""
-        facts, together = self._engine.facts, self._engine.config.scheduler_config.max_num_seqs
-        rows = {spec: sum(len(vectors[sha]) for sha in addresses(spec)) for spec in set(specs)}
-        worst = min(sum(len(v) for v in vectors.values()), sum(sorted((rows[s] for s in specs), reverse=True)[:together]))
-        room = facts["bank_rows"] // (2 if any(t.aligned for spec in rows for t in spec.terms) else 1)
-        if worst > room:
-            raise EditError(f"this batch names {worst} different vectors; the engine holds {room} at once. "
-                            f"Submit it in parts, or load with a larger max_num_seqs")
-        distinct = {spec: {s.terms for s in segments(spec) if s.terms} for spec in rows}
-        pieces = sum(sorted((len(found) for found in distinct.values()), reverse=True)[:together])
-        lines = _room_for([len(terms) for found in distinct.values() for terms in found], pieces)
-        if pieces > facts["programs"] or lines > facts["terms"]:
-            raise EditError(f"these edits change {pieces} times along the positions of the requests that run together, and need room "
-                            f"for {lines} terms; the engine holds {facts['programs']} and {facts['terms']}. Use fewer selectors or "
-                            f"prompts, or a larger max_num_seqs")
-        unchunked = not self._engine.config.scheduler_config.enable_chunked_prefill
-        if unchunked and any(spec.takes_twice for spec in rows):
-            raise EditError("a point captured both before and after its edits takes twice the room, for which prompts must be chunked; "
-                            "load with enable_chunked_prefill=True")
-        plans = {s.takes for spec in rows for s in segments(spec) if s.takes}
-        plans = {tuple((take.site, take.before) for take in takes) for takes in plans}
-        if len(plans) > facts["plans"]:
-            raise EditError(f"this batch captures {len(plans)} different sets of points; the engine holds {facts['plans']}")
-
-    def _check_history(self, ids: list[list[int]], specs: Sequence[Spec], max_tokens: int, n: int) -> None:
-        """Refuse requests under an attention bias whose keys and values, run together, would not fit."""
-        lengths = [min(len(prompt) + max_tokens, self._max_len) for prompt, spec in zip(ids, specs) for _ in range(n) if spec.keeps_history]
-        wanted = _room_for(lengths, self._engine.config.scheduler_config.max_num_seqs)
-        room = self._engine.facts["biased_tokens"]
-        if wanted > room:
-            raise EditError(f"these requests under an AttentionBias hold up to {wanted} tokens together; the engine keeps {room}. "
-                            f"Load with max_biased_tokens={wanted} or more")
 
     def _check_memory(self, ids: list[list[int]], specs: Sequence[Spec], max_tokens: int) -> None:
         """Refuse a capture that the host could not hold."""
+        alike = Counter((spec, min(len(prompt) + max_tokens, self._max_len)) for prompt, spec in zip(ids, specs))
         wanted = 0
-        for prompt, spec in zip(ids, specs):
-            end = min(len(prompt) + max_tokens, self._max_len)
+        for (spec, end), n in alike.items():
             for take in spec.takes:
                 rows = sum(max(0, (end if b is None else min(b, end)) - a) for a, b in take.spans)
-                wanted += rows * self._engine.row_bytes(take.site)
-        free = psutil.virtual_memory().available
-        if wanted > 0.8 * free:
-            raise PromptError(f"this capture would take {human_bytes(wanted)} of the {human_bytes(free)} of memory that are free; "
+                wanted += n * rows * self._engine.row_bytes(take.site)
+        room = self._engine.capture_room()
+        if wanted > room:
+            raise PromptError(f"this capture would take {human_bytes(wanted)}, and there is room for {human_bytes(room)}; "
                               f"ask for fewer points, layers or positions, or run it in parts")
-
-
-def _room_for(lengths: Sequence[int], together: int) -> int:
-    """The room in which runs of these lengths always find a place, `together` of them at a time, taken and freed in any order."""
-    k = min(len(lengths), together)
-    return min(sum(lengths), (2 * k - 1) * max(lengths)) if k else 0
 
 
 def _check_lora(lora: Any) -> None:

@@ -9,14 +9,14 @@ import torch
 from .errors import PromptError
 
 if TYPE_CHECKING:
-    from .launch import Engine
+    from .engine_like import EngineLike
     from .prompts import Prompts
 
 
 class Texts:
     """What a Session says about texts and their tokens."""
 
-    _engine: Engine
+    _engine: EngineLike
 
     def _read(self, prompts: Any) -> Prompts:
         raise NotImplementedError

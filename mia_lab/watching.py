@@ -1,7 +1,8 @@
 """Watching: the rows of a generation while it goes on."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -44,16 +45,17 @@ def watch(session: Session, prompts: Any, point: str, layers: int | Iterable[int
     return _moments(session._engine.steps(read.ids, params), EngineRows(session._engine, uids), read.ids, asked, before)
 
 
-def _moments(steps: Iterable[list], source: EngineRows, ids: list[list[int]], asked: list[Point], before: bool) -> Iterator[Moment]:
+def _moments(steps: Generator[list], source: EngineRows, ids: list[list[int]], asked: list[Point], before: bool) -> Iterator[Moment]:
     starts = [len(prompt) - 1 for prompt in ids]
-    for i, output in chain.from_iterable(steps):
-        tokens = [*ids[i], *output.outputs[0].token_ids]
-        ready = range(starts[i], len(tokens) - 1)
-        if not ready:
-            continue
-        found = [source.rows(p, [i], before, since=starts[i])[0] for p in asked]
-        if any(positions[: len(ready)].tolist() != list(ready) for positions, _ in found):
-            raise MissingRowsError(f"prompt {i} went on to position {len(tokens) - 1} without its rows")
-        for k, position in enumerate(ready):
-            yield Moment(i, position, tokens[position], tokens[position + 1], torch.stack([values[k] for _, values in found]))
-        starts[i] = len(tokens) - 1
+    with closing(steps):  # so that closing this one ends the generation at once
+        for i, output in chain.from_iterable(steps):
+            tokens = [*ids[i], *output.outputs[0].token_ids]
+            ready = range(starts[i], len(tokens) - 1)
+            if not ready:
+                continue
+            found = [source.rows(p, [i], before, since=starts[i])[0] for p in asked]
+            if any(positions[: len(ready)].tolist() != list(ready) for positions, _ in found):
+                raise MissingRowsError(f"prompt {i} went on to position {len(tokens) - 1} without its rows")
+            for k, position in enumerate(ready):
+                yield Moment(i, position, tokens[position], tokens[position + 1], torch.stack([values[k] for _, values in found]))
+            starts[i] = len(tokens) - 1

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +117,61 @@ def make(d: int = 8, dtype: torch.dtype = torch.float32, residual: bool = True, 
     return Case(draw(ROWS, d).to(dtype), draw(ROWS, d).to(dtype) if residual else None, rows, torch.tensor(index, dtype=torch.int32),
                 torch.tensor([words for words, _ in lines], dtype=torch.int32), torch.tensor([numbers for _, numbers in lines]),
                 bank, offsets, torch.full((ROWS * 4 * d,), NOTHING, dtype=dtype), draw(ROWS + SPARE, GATES), opens)
+
+
+def crowd(case: Case, times: int) -> Case:
+    """The same rows many times over, each with its own part of the arena."""
+    many, room = case.copy(), len(case.arena)
+    many.x, many.arena = case.x.repeat(times, 1), case.arena.repeat(times)
+    many.residual = None if case.residual is None else case.residual.repeat(times, 1)
+    many.rows = case.rows[:ROWS].repeat(times, 1)
+    many.rows[:, P.BASE] += torch.arange(times, dtype=torch.int32).repeat_interleave(ROWS) * room
+    many.measures = case.measures[:ROWS].repeat(times, 1)
+    return many
+
+
+def captured(before: Case, after: Case) -> torch.Tensor:
+    """The arena that the rows' values before and after the edits make, to the bit."""
+    arena, d = before.arena.clone(), before.x.shape[-1]
+    for row in range(len(before.x)):
+        plan, base = before.rows[row, P.PLAN], before.rows[row, P.BASE]
+        for side, x in enumerate((before.x, after.x)):
+            if plan >= 0 and before.offsets[plan, side] >= 0:
+                value = x[row].float() if before.residual is None else x[row].float() + before.residual[row].float()
+                start = int(base + before.offsets[plan, side])
+                arena[start : start + d] = value.to(arena.dtype)
+    return arena
+
+
+def wider(rows: torch.Tensor) -> torch.Tensor:
+    """The same values as a view of rows that go on."""
+    return torch.cat([rows, torch.full_like(rows, float("nan"))], 1)[:, : rows.shape[1]]
+
+
+def chain(case: Case, taps: int) -> tuple[Case, list[torch.Tensor], list[torch.Tensor]]:
+    """A case with room for several sites' captures, and each site's index and offsets: no row does the same at two of them."""
+    room, wide = len(case.arena), case.copy()
+    wide.arena = case.arena.repeat(taps)
+    index = [case.index.roll(site, 0).contiguous() for site in range(taps)]
+    offsets = [torch.where(case.offsets < 0, -1, case.offsets + site * room).roll(site, 0).contiguous() for site in range(taps)]
+    return wide, index, offsets
+
+
+def one_by_one(tap: Callable[..., None], case: Case, index: list[torch.Tensor], offsets: list[torch.Tensor], alone: bool) -> Case:
+    """The case after a tap for each site in turn; the first has no residual where `alone`."""
+    found = case.copy(str(case.x.device))
+    for site in range(len(index)):
+        residual = None if alone and site == 0 else found.residual
+        tap(found.x, residual, found.rows, index[site], found.words, found.numbers, found.bank, offsets[site], *found.args[-3:])
+    return found
+
+
+def together(norm: Callable[..., tuple[torch.Tensor, ...]], case: Case, index: list[torch.Tensor], offsets: list[torch.Tensor], *how: Any
+             ) -> tuple[Case, torch.Tensor, torch.Tensor]:
+    """The case after a norm in which these taps ride, and what the norm returned. how: its weight, eps, shifted and alone."""
+    found = case.copy(str(case.x.device))
+    x, residual, rows, _, words, numbers, bank, _, arena, measures, opens = found.args
+    return found, *norm(x, residual, rows, index, words, numbers, bank, offsets, arena, measures, opens, *how)
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -170,6 +170,18 @@ def test_what_taps_cost_on_the_embedded_model() -> None:
         assert rows[name].step_ms.low < bound, (name, report.percent(rows[name].step_ms))
 
 
+@pytest.mark.full
+def test_a_model_that_fits_once_is_measured_beside_itself() -> None:
+    pair = Pair.load("tiny", TINY, [WORK], alone=True)
+    try:
+        rows = list(pair.measure(WORK, 2, ["idle", "steer every layer"]))
+        assert pair.native is None and [(row.model, row.case) for row in rows] == [("tiny, beside itself", "idle"),
+                                                                                   ("tiny, beside itself", "steer every layer")]
+        assert all(row.tpot_ms.native > 0 for row in rows) and pair.facts().device_bytes > 0
+    finally:
+        pair.close()
+
+
 def test_two_models_share_one_set_of_weights() -> None:
     model, source, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 5)
     share(model, source)

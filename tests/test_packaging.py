@@ -185,12 +185,12 @@ def test_wheel_carries_data_and_scripts(site: Path) -> None:
 
 def test_wheel_registers_the_plugin(site: Path) -> None:
     text = next(site.glob("mia_lab-*.dist-info/entry_points.txt")).read_text()
-    assert "[vllm.general_plugins]\nmia_lab = mia_lab.engine.plugin:register" in text
+    assert "[vllm.general_plugins]\nmia_lab = mia_lab.serve.plugin:register" in text
     assert "mia-lab = mia_lab.cli:main" in text
 
 
 def test_engine_and_kernels_need_no_notebook_package(editable: Path, tmp_path: Path) -> None:
-    modules = ["mia_lab", "mia_lab.engine.plugin", "mia_lab.kernels"]
+    modules = ["mia_lab", "mia_lab.engine.plugin", "mia_lab.serve.plugin", "mia_lab.serve.hook", "mia_lab.serve.routes", "mia_lab.kernels"]
     assert imported(editable, tmp_path, *modules, BLOCKED=" ".join(NOTEBOOK_ONLY)).keys() == set(modules)
 
 

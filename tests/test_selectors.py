@@ -139,6 +139,22 @@ def test_a_character_of_several_tokens_is_taken_whole(text: str, spans: list) ->
     assert mia.span(text).spans(prompt) == spans
 
 
+@pytest.mark.parametrize("occurrence", [0, 999, -1])
+def test_a_long_prompt_is_not_decoded_at_every_token(occurrence: int) -> None:
+    """A server finds texts between the steps of all its requests."""
+    class Counting(Bytes):
+        calls = 0
+
+        def decode(self, ids: Any) -> str:
+            self.calls += 1
+            return super().decode(ids)
+
+    counting = Counting()
+    (found,) = mia.span("b\N{GRINNING FACE}", occurrence).spans(Context(list("ab\N{GRINNING FACE}".encode() * 2000), tokenizer=counting))
+    place = 6 * (occurrence % 2000) + 1
+    assert found == (place, place + 5) and counting.calls < 60
+
+
 @pytest.mark.parametrize(("selector", "says"), [
     (mia.tokens(" b c"), "' b c' is 2 tokens of this model; tokens() takes single ones, span() takes text"),
     (mia.tokens(""), "'' is 0 tokens of this model"),

@@ -222,7 +222,7 @@ def test_what_does_not_load_changes_nothing(served: Path, tmp_path: Path) -> Non
     for name in "bc":
         with pytest.raises(BundleError, match="would not be told apart"):
             pushing.push(write(tmp_path / f"{name}.steer"), served)
-    with pytest.raises(BundleError, match="a hidden one"):
+    with pytest.raises(BundleError, match="no name that a server takes"):
         pushing.push(write(tmp_path / ".d.steer"), served)
 
 

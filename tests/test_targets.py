@@ -22,6 +22,7 @@ from mia_lab.analysis.vectors import Vector
 from mia_lab.bundles import folder
 from mia_lab.bundles.codec import encode
 from mia_lab.bundles.targets import registry
+from mia_lab.bundles.targets.kubernetes import bundle_key
 from mia_lab.engine.config import EngineOptions
 from mia_lab.engine.plugin import register
 from mia_lab.errors import BundleError, EditError
@@ -261,7 +262,7 @@ def test_vllm_is_told_the_points_and_kinds_of_edit(bundle: Path, tmp_path: Path)
     options = EngineOptions.of(SimpleNamespace(additional_config=said["additional-config"]))
     assert options.sites == (("attn_out", 0), ("resid_post", 1), ("resid_post", 2), ("resid_post", 3))
     assert options.exact == set(options.sites)
-    assert options.edits == ("add", "clamp")
+    assert options.edits == ("add", "clamp") and said["additional-config"]["mia_lab"]["serve"] == "/etc/mia_lab"
     bare = json.loads(mia.export(edits, tmp_path / "vllm.json", format="vllm").read_text())
     assert bare == said["additional-config"]
 
@@ -292,9 +293,16 @@ def test_a_config_map_carries_the_bundle(bundle: Path, tmp_path: Path) -> None:
 def test_a_compose_file_mounts_the_bundle_and_asks_for_an_image(bundle: Path, tmp_path: Path) -> None:
     said = yaml.safe_load(mia.export(mia.load(bundle), tmp_path / "compose.yaml", format="compose").read_text())
     service = said["services"]["vllm"]
-    assert service["volumes"] == ["./Cheerful tone.steer:/etc/mia_lab/bundles/Cheerful tone.steer:ro"]
+    assert service["volumes"] == ["./Cheerful tone.steer:/etc/mia_lab/bundles/Cheerful-tone.steer:ro"]  # a name that servers take
     assert service["image"].startswith("${MIA_LAB_IMAGE:?")
     assert yaml.safe_load(said["configs"]["vllm"]["content"])["additional-config"]["mia_lab"]["edits"] == ["add", "clamp"]
+
+
+@pytest.mark.parametrize(("name", "key"), [
+    ("a.steer", "a.steer"), ("Très bien!.steer.zip", "Tr-s-bien-.steer.zip"), ("_-.x.steer", "x.steer"), ("é.steer", "bundle.steer"),
+    ("y" * 90 + ".zip", "y" * 64 + ".steer.zip")])
+def test_a_bundle_is_mounted_by_a_name_that_a_server_takes(name: str, key: str) -> None:
+    assert bundle_key(Path(name)) == key and folder.NAME.fullmatch(key.removesuffix(".zip").removesuffix(".steer"))
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

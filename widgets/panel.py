@@ -32,7 +32,7 @@ class Panel:
     title = "Panel"
 
     def __init__(self, session: Session, name: str, remake: str) -> None:
-        session._engine.llm  # noqa: B018  a closed session fails here
+        session._engine.require_open()
         self._session = session
         self.twin = Twin(self.title, remake)
         self._kind = f"{name}-{self.twin.id}"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..errors import MiaError
+from ..errors import MiaError, UnsupportedError
 from ..models import resolve
 
 if TYPE_CHECKING:
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def reference_model(session: Session) -> nn.Module:
-    """Return the model in float32, with eager attention, none of its weights to be trained."""
+    """Return the model in float32, with eager attention, none of its weights to be trained. UnsupportedError for a server's model."""
+    if session._engine.remote:  # what goes by its name here may be another model
+        raise UnsupportedError("this needs gradients, and for them the model's own weights on this machine: give model=, or open a "
+                               "mia.Session for it")
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(resolve(session.model), dtype=torch.float32, attn_implementation="eager")

@@ -4,6 +4,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -103,13 +104,13 @@ def live(session: Session, prompt: Any, probe: Probe, threshold: float | None, m
     moments = session.watch(prompt, probe.point, layers=probe.layer, max_tokens=max_tokens, edits=edits, before=True, **sampling)
     screen = _screen()
     try:
-        for moment in moments:
-            shown = replace(shown, ids=(*shown.ids, moment.next_token), tokens=shown.tokens + decode([moment.next_token]),
-                            values=(*shown.values[:-1], probe.read(moment.rows[0]), _NONE))
-            screen.show(shown)
+        with closing(moments):
+            for moment in moments:
+                shown = replace(shown, ids=(*shown.ids, moment.next_token), tokens=shown.tokens + decode([moment.next_token]),
+                                values=(*shown.values[:-1], probe.read(moment.rows[0]), _NONE))
+                screen.show(shown)
         shown = replace(shown, state=DONE)
     except KeyboardInterrupt:
-        moments.close()
         shown = replace(shown, state=BROKEN)
     screen.show(shown, last=True)
     return shown

@@ -145,15 +145,15 @@ def _logits(session: Session) -> str:
 
 
 def _prefix_cache(session: Session) -> str:
-    if not session._engine.config.cache_config.enable_prefix_caching:
+    if not session._engine.settings.prefix_caching:
         return "off in this engine"
     session.reset_prefix_cache()
-    ids = _IDS * max(1, 3 * session._engine.config.cache_config.block_size // len(_IDS) + 1)
+    ids = _IDS * max(1, 3 * session._engine.settings.block_size // len(_IDS) + 1)
     ids, push = ids[: session.max_len - 2], _push(session)
     fresh = session.capture(ids, edits=[push], at=-1).float()
     cached = [session.completions(ids, max_tokens=1, edits=edits).num_cached_tokens for edits in (None, None, [push])]
     again = session.capture(ids, edits=[push], at=-1).float()
-    if cached[0] and cached[0] >= session._engine.config.cache_config.block_size * 2:
+    if cached[0] and cached[0] >= session._engine.settings.block_size * 2:
         raise AssertionError(f"a clean request read {cached[0]} tokens that an edited one had left")
     error = float((again - fresh).norm() / fresh.norm())
     return _require(error, _tolerance(session), f"clean read {cached[0]} then {cached[1]} tokens, edited {cached[2]}; rows differ by")

@@ -87,10 +87,11 @@ class Facts:
 
 @dataclass(slots=True)
 class Pair:
-    """The same model twice in this process: without taps, and with."""
+    """The same model twice in this process: without taps, and with. Where it fits only once there is no native one, and what the
+    tapped one does while its taps are idle stands for it."""
 
     name: str
-    native: Any
+    native: Any | None
     session: Session
     vocab: int
     path: str
@@ -98,8 +99,9 @@ class Pair:
     folder: tempfile.TemporaryDirectory
 
     @classmethod
-    def load(cls, model: str, engine: dict[str, Any], work: Sequence[Work], layers: int | None = None, **session: Any) -> Pair:
-        """Load a shape, with random weights, or any model by its name; memory must hold both engines.
+    def load(cls, model: str, engine: dict[str, Any], work: Sequence[Work], layers: int | None = None, alone: bool = False,
+             **session: Any) -> Pair:
+        """Load a shape, with random weights, or any model by its name; memory must hold both engines, or the tapped one where `alone`.
 
         layers: how many of a shape's blocks to keep. session: arguments for the tapped engine alone.
         """
@@ -115,23 +117,29 @@ class Pair:
             from ..models import resolve
 
             path = str(resolve(model))
-        native = bare_engine(path, engine)
-        tapped = Session(path, in_process=True, **engine | weights_of(native), **session)
-        return cls(name, native, tapped, native.llm_engine.model_config.get_vocab_size(), path, engine, folder)
+        native = None if alone else bare_engine(path, engine)
+        tapped = Session(path, in_process=True, **engine | ({} if alone else weights_of(native)), **session)
+        name += ", beside itself" if alone else ""
+        return cls(name, native, tapped, tapped._engine.settings.d_vocab, path, engine, folder)
+
+    @property
+    def _plain(self) -> Any:
+        """The engine that cases are compared with."""
+        return self.session._engine.llm if self.native is None else self.native
 
     def facts(self) -> Facts:
         """Memory that the taps take, and the KV tokens for which it would have been room."""
-        config, found = self.session._engine.config, self.session._engine.facts
+        config, found = self._plain.llm_engine.vllm_config, self.session._engine.facts
         model = config.model_config
         token = (2 * model.get_num_layers(config.parallel_config) * model.get_num_kv_heads(config.parallel_config)
                  * model.get_head_size() * self.session.dtype.itemsize)
         return Facts(self.name, found["table_bytes"], found["arena_bytes"], found["table_bytes"] // token, found["captured_tokens"])
 
     def run_native(self, prompts: list[list[int]], work: Work) -> Run:
-        """Run the work without taps."""
+        """Run the work without taps, or with idle ones where there is no engine without."""
         from vllm import SamplingParams
 
-        return drive(self.native, prompts, [SamplingParams(**work.sampling)] * len(prompts))
+        return drive(self._plain, prompts, [SamplingParams(**work.sampling)] * len(prompts))
 
     def measure(self, work: Work, rounds: int, only: Sequence[str] = (), profiled: Sequence[str] = ()) -> Iterator[Row]:
         """Yield a Row for each case, or for those whose names are in `only`; `profiled` names those of which a profile is taken."""
@@ -160,6 +168,7 @@ class Pair:
         return Account.of(native, decode_step(tapped, work))
 
     def close(self) -> None:
-        """Shut both engines down."""
+        """Shut the engines down."""
         self.session.close()
-        close_engine(self.native)
+        if self.native is not None:
+            close_engine(self.native)

@@ -1,7 +1,7 @@
 """Export edits, load them elsewhere, and verify that there they do the same."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from ..errors import BundleError
 from . import folder, signing
 from .codec import Tensors, decode_edits, encode
 from .golden import PROMPTS, Golden, Replay, as_json, environment, record, replay, tokenizer_hash
+from .model import ModelFacts, check_model
 
 if TYPE_CHECKING:
     from ..session import Session
@@ -119,6 +120,15 @@ def load(path: str | Path, *, signer: str | Path | bytes | None = None, format: 
 def opened(path: str | Path, signer: str | Path | bytes | None = None, strict: bool = False) -> tuple[Bundle, dict[str, bytes]]:
     """A bundle, and the very bytes of the files that it was read from; strict as `folder.get` says, as it is with a signer."""
     files = folder.get(path, strict=strict or signer is not None)
+    return of_files(files, path, signer), files
+
+
+def of_files(files: Mapping[str, bytes], path: str | Path, signer: str | Path | bytes | None = None,
+             check: Callable[[folder.Contents, object], None] | None = None) -> Bundle:
+    """The bundle that files hold, which `path` names in errors; BundleError for what is none.
+
+    check: raises for contents of which no edits are to be made; given them and the path.
+    """
     if signer is not None:
         signing.check(files, signer, path)
     found = folder.parse(files, path)
@@ -127,10 +137,12 @@ def opened(path: str | Path, signer: str | Path | bytes | None = None, strict: b
             raise BundleError(f"{path}: steer.json lacks {name!r}")
     if not isinstance(found.about["model"].get("name"), str) or not isinstance(found.about["golden"].get("environment"), dict):
         raise BundleError(f"{path}: steer.json does not say its model's name, or where its golden outputs were made")
+    if check is not None:
+        check(found, path)
     bundle = Bundle(decode_edits(found.about["edits"], found.tensors), found.about, Path(path))
     if not bundle or not bundle.goldens:
         raise BundleError(f"{path} holds no edit, or no golden output")
-    return bundle, files
+    return bundle
 
 
 def verify(path: str | Path, session: Session, *, signer: str | Path | bytes | None = None) -> Verification:
@@ -141,7 +153,7 @@ def verify(path: str | Path, session: Session, *, signer: str | Path | bytes | N
     """
     bundle = opened(path, signer)[0]
     here, there = environment(session), bundle.about["golden"].get("environment")
-    _same_model(bundle, session, same_type=isinstance(there, dict) and there.get("dtype") == here["dtype"])
+    check_model(bundle.about, ModelFacts.of(session), bundle.path)
     for edit in bundle:
         session._submit.check(edit)
     steered, plain = zip(*(replay(session, bundle, golden) for golden in bundle.goldens))
@@ -163,15 +175,3 @@ def verify(path: str | Path, session: Session, *, signer: str | Path | bytes | N
 
 def _distance(found: Replay) -> float:
     return max(found.worst, found.behind)
-
-
-def _same_model(bundle: Bundle, session: Session, same_type: bool) -> None:
-    model = bundle.about["model"]
-    for name, here in (("n_layers", session.n_layers), ("d_model", session.d_model)):
-        if model.get(name) != here:
-            raise BundleError(f"{bundle.path} was made for {model.get('name')} with {name} {model.get(name)}; {session.model} has {here}")
-    for name, here in (("weights", session.fingerprint), ("configuration", session.configuration)) if same_type else ():
-        if model.get(name) != here:
-            raise BundleError(f"{bundle.path} was made with another model: its {name} are {model.get(name)}, {session.model} has {here}")
-    if bundle.about["tokenizer"] != tokenizer_hash(session.tokenizer):
-        raise BundleError(f"{bundle.path} was made with another tokenizer")

@@ -49,8 +49,11 @@ def encode(value: Any, tensors: Tensors, name: str) -> Json:
     return found
 
 
-def decode(json: Json, tensors: Mapping[str, torch.Tensor], depth: int = 0) -> Any:
-    """Return what `encode` was given. Raises BundleError where the JSON says something else, and for what the word itself refuses."""
+def decode(json: Json, tensors: Tensors, depth: int = 0) -> Any:
+    """Return what `encode` was given; what it names goes from `tensors`, since a few bytes of JSON could otherwise unfold to any size.
+
+    Raises BundleError where the JSON says something else, and for what the word itself refuses.
+    """
     if depth > MAX_DEPTH:
         raise BundleError(f"the bundle nests deeper than {MAX_DEPTH}")
     if json is None or isinstance(json, (bool, int, float, str)):
@@ -61,8 +64,8 @@ def decode(json: Json, tensors: Mapping[str, torch.Tensor], depth: int = 0) -> A
         return tuple(decode(item, tensors, depth + 1) for item in json)
     if "tensor" in json:
         if set(json) != {"tensor"} or not isinstance(json["tensor"], str) or json["tensor"] not in tensors:
-            raise BundleError(f"the bundle names a tensor {json['tensor']!r} that it does not hold")
-        return tensors[json["tensor"]]
+            raise BundleError(f"the bundle names a tensor {json['tensor']!r} that it does not hold, or twice")
+        return tensors.pop(json["tensor"])
     word = json.get("word")
     cls = WORDS.get(word) if isinstance(word, str) else None
     if cls is None:
@@ -81,7 +84,7 @@ def decode(json: Json, tensors: Mapping[str, torch.Tensor], depth: int = 0) -> A
 
 def decode_edits(json: Json, tensors: Mapping[str, torch.Tensor]) -> list[Edit]:
     """Return a list of edits; BundleError where anything else is in it."""
-    found = decode(json, tensors)
+    found = decode(json, dict(tensors))
     if not isinstance(found, tuple) or not all(isinstance(edit, Edit) for edit in found):
         raise BundleError("`edits` is no list of edits")
     return list(found)

@@ -5,9 +5,12 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import BundleError
+
+if TYPE_CHECKING:
+    from ..session import Session
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -20,7 +23,9 @@ def bundle_commands(commands: Any) -> dict[str, Command]:
     diff.add_argument("bundle", type=Path, nargs=2)
     verify = commands.add_parser("verify", help="replay a bundle's golden outputs on a model; 1 where one differs")
     verify.add_argument("bundle", type=Path)
-    verify.add_argument("model", help='"demo", a Hugging Face id or a path')
+    verify.add_argument("model", nargs="?", help='"demo", a Hugging Face id or a path; or give --server')
+    verify.add_argument("--server", metavar="URL", help="a running server, in place of a model")
+    verify.add_argument("--key-file", type=Path, help="a file with the server's API key; by default the environment's MIA_LAB_API_KEY")
     _engine(verify)
     _signer(verify)
     sign = commands.add_parser("sign", help="sign a bundle with an ed25519 key: openssl genpkey -algorithm ed25519 -out key.pem")
@@ -77,10 +82,19 @@ def _verify(args: argparse.Namespace) -> int:
     from ..session import Session
     from .bundle import opened, verify
 
+    if (args.model is None) == (args.server is None):
+        raise BundleError("give the model to verify it on, or --server URL")
     opened(args.bundle, args.signer)  # before minutes of loading a model
-    with Session(args.model, **args.session) as session:
+    with Session(args.model, **args.session) if args.server is None else _client(args) as session:
         print(verify(args.bundle, session, signer=args.signer))
     return 0
+
+
+def _client(args: argparse.Namespace) -> Session:
+    from ..serve.client.client import Client
+    from ..serve.commands import key_of
+
+    return Client(args.server, key_of(args))
 
 
 def _sign(args: argparse.Namespace) -> int:

@@ -8,13 +8,14 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import zipfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
@@ -27,6 +28,9 @@ FORMAT, VERSION = "mia_lab steer", 1
 ABOUT, TENSORS, SIGNATURE = "steer.json", "vector.safetensors", "signature.json"
 LIMITS = {ABOUT: 8 << 20, TENSORS: 2 << 30}  # bytes
 MAX_SIGNATURE = 64 << 10
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a bundle that a server takes, before .steer
+_EXPANSION = 100  # of vectors, which hardly pack at all
+_ELSE = ". Is it another tool's? mia.load(path, format=...), or mia-lab convert --from FORMAT"
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)  # a zip's entries have dates, and equal contents are to give equal bytes
 
 
@@ -97,7 +101,13 @@ def get(path: str | Path, strict: bool = False) -> dict[str, bytes]:
     path = Path(path)
     if not path.exists():
         raise BundleError(f"there is no {path}")
-    return _read_zip(path) if path.is_file() else _read_folder(path, strict)
+    if not path.is_file():
+        return _read_folder(path, strict)
+    try:
+        with path.open("rb") as file:
+            return unzip(file, path)
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read: {error}") from None
 
 
 def read(path: str | Path) -> Contents:
@@ -154,25 +164,40 @@ def _read_file(path: Path, name: str, limit: int) -> bytes:
     return found
 
 
-def _read_zip(path: Path) -> dict[str, bytes]:
+def unzip(file: BinaryIO, path: str | Path) -> dict[str, bytes]:
+    """The files in a bundle's zip, which `path` names in errors. Raises BundleError, before anything large is read, as `get`."""
     limits = LIMITS | {SIGNATURE: MAX_SIGNATURE}
+    size = _few_entries(file, path)
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             names = archive.namelist()
             if sorted(names) not in (sorted(LIMITS), sorted(limits)):
                 raise BundleError(f"{path} holds {names[:4]}; a bundle's zip holds {' and '.join(LIMITS)} and nothing else")
             found = {}
             for name in sorted(names, key=list(limits).index):
-                _within(path, name, archive.getinfo(name).file_size, limits[name])
-                with archive.open(name) as file:  # a header may lie about the size
-                    found[name] = file.read(limits[name] + 1)
+                info = archive.getinfo(name)
+                _within(path, name, info.file_size, limits[name])
+                if info.file_size > _EXPANSION * min(info.compress_size, size) + (1 << 20):
+                    raise BundleError(f"{path}: {name} would grow {_EXPANSION} times and more when it is unpacked")
+                with archive.open(info) as packed:  # a header may lie about the size
+                    found[name] = packed.read(limits[name] + 1)
                 _within(path, name, len(found[name]), limits[name])
             return found
     except (zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError, EOFError, zlib.error) as error:
-        raise BundleError(f"{path} cannot be read as a zip: {error}. Is it another tool's? mia.load(path, format=...), or "
-                          f"mia-lab convert --from FORMAT") from None
+        raise BundleError(f"{path} cannot be read as a zip: {error}{_ELSE}") from None
 
 
-def _within(path: Path, name: str, size: int, limit: int) -> None:
+def _few_entries(file: BinaryIO, path: str | Path) -> int:
+    """The size of a file that ends as a small zip does; BundleError for others, whose listing could be of any length."""
+    size = file.seek(0, io.SEEK_END)
+    file.seek(max(0, size - 42))
+    end = file.read(42)
+    plain = end[-22:-18] == b"PK\5\6" and end[-2:] == b"\0\0" and end[:4] != b"PK\6\7"
+    if not plain or int.from_bytes(end[-12:-10], "little") > 8 or int.from_bytes(end[-10:-6], "little") > MAX_SIGNATURE:
+        raise BundleError(f"{path} cannot be read as a zip of a bundle{_ELSE}")
+    return size
+
+
+def _within(path: str | Path, name: str, size: int, limit: int) -> None:
     if size > limit:
         raise BundleError(f"{path}: {name} has {size} bytes; {limit} are the most")

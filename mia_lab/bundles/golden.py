@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..edits import Edit
 
 if TYPE_CHECKING:
@@ -85,20 +83,15 @@ def replay(session: Session, edits: Sequence[Edit], golden: Golden) -> tuple[Rep
 
 def _say(session: Session, ids: Sequence[int], edits: Sequence[Edit], max_tokens: int) -> tuple[tuple[int, ...], list[dict[int, float]]]:
     """Greedy tokens, and the log-probabilities at each step by token. Nothing is read from the prefix cache."""
-    session.reset_prefix_cache()
     with session.unsteered():
-        output = session.completions(list(ids), max_tokens=max_tokens, edits=list(edits) or None, logprobs=_CANDIDATES).outputs[0]
+        output = session.completions(list(ids), max_tokens=max_tokens, edits=list(edits) or None, logprobs=_CANDIDATES,
+                                     skip_reading_prefix_cache=True).outputs[0]
     return tuple(output.token_ids), [{token: found.logprob for token, found in step.items()} for step in output.logprobs]
 
 
 def environment(session: Session) -> dict[str, str]:
     """What decides whether a replay can be exact: device, types, versions, and how the model is compiled."""
-    import vllm
-
-    cuda, compilation = torch.cuda.is_available(), session._engine.config.compilation_config
-    return {"device": torch.cuda.get_device_name() if cuda else "cpu", "dtype": str(session.dtype).removeprefix("torch."),
-            "vllm": vllm.__version__, "torch": torch.__version__,
-            "compiled": f"{compilation.mode.name}, {compilation.cudagraph_mode.name}"}
+    return session._engine.settings.environment
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

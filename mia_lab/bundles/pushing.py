@@ -16,7 +16,7 @@ def push(path: str | Path, directory: str | Path, signer: str | Path | bytes | N
     """Put a bundle into a folder as NAME.steer.zip, in one step for whoever reads it; return where it is.
 
     What was there is kept as .previous/NAME-SUM.steer.zip, SUM being the start of its sha256. BundleError, with nothing changed, for
-    a bundle that does not load, was not signed by `signer`, or whose name a folder there has already.
+    a bundle that does not load, was not signed by `signer`, or has a name that no server takes or that a folder there has already.
     """
     path, directory = Path(path), Path(directory)
     if not directory.is_dir():
@@ -24,8 +24,9 @@ def push(path: str | Path, directory: str | Path, signer: str | Path | bytes | N
     files = opened(path, signer)[1]
     name = path.name.removesuffix(".zip").removesuffix(".steer")
     place = directory / f"{name}.steer.zip"
-    if not name or name.startswith("."):
-        raise BundleError(f"{path} has no name, or a hidden one; rename it to NAME.steer")
+    if not folder.NAME.fullmatch(name):
+        raise BundleError(f"{path} has no name that a server takes; rename it to NAME.steer, NAME being up to 64 letters, digits, dots, "
+                          f"dashes and underscores that begin with a letter or digit")
     for taken in (directory / f"{name}.steer", place):
         if taken.is_dir():
             raise BundleError(f"{directory} holds {taken.name} as a folder, and two bundles of one name would not be told apart")

@@ -36,7 +36,7 @@ def check(files: Mapping[str, bytes], signer: str | Path | bytes, path: str | Pa
 
     signer: the public key as PEM, its file, or 64 hexadecimal digits. The key that the bundle names is not believed.
     """
-    public = _public(signer)
+    public = public_key(signer)
     from cryptography.exceptions import InvalidSignature
 
     if folder.SIGNATURE not in files:
@@ -84,7 +84,8 @@ def _private(key: str | Path | bytes) -> Any:
     return found
 
 
-def _public(signer: str | Path | bytes) -> Any:
+def public_key(signer: str | Path | bytes) -> Any:
+    """A public ed25519 key, from PEM, its file, or 64 hexadecimal digits; MiaError for anything else."""
     serialization, ed25519 = _library()
     try:
         if isinstance(signer, str) and len(signer) == 64:

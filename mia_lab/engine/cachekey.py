@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+from bisect import bisect_left
 from dataclasses import astuple, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,8 @@ def block_key(spec: Spec, start: int, end: int) -> str | None:
     """Return the identity of the edits on rows `[start, end)`, or None when there are none."""
     active = []
     for term in spec.terms:
-        clipped = tuple((max(a, start), min(end if b is None else b, end)) for a, b in term.spans)
+        near = term.spans[max(bisect_left(term.spans, (start,)) - 1, 0) : bisect_left(term.spans, (end,))]  # spans ascend
+        clipped = tuple((max(a, start), min(end if b is None else b, end)) for a, b in near)
         clipped = tuple((a, b) for a, b in clipped if a < b)
         if clipped and term.op != "measure":
             active.append((astuple(replace(term, spans=clipped)), _gate_key(spec, term.gate)))

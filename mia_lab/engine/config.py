@@ -42,6 +42,9 @@ class EngineOptions:
         raw: Any = (vllm_config.additional_config or {}).get(KEY) if isinstance(vllm_config.additional_config, dict) else None
         if raw is None:
             return None
+        if "sites" not in raw:
+            raise UnsupportedError("the points of additional_config's mia_lab were not spelled out: another vLLM plugin than "
+                                   "mia_lab.serve.plugin answers to its name. Install mia_lab anew, and remove any old mia_lab.egg-info")
         sites, exact = (tuple((str(kind), int(layer)) for kind, layer in raw.get(name, ())) for name in ("sites", "exact"))
         return cls(sites, frozenset(exact), frozenset(map(str, raw.get("kinds", ()))), tuple(raw.get("edits", ("add",))),
                    int(raw.get("max_captured_tokens", 0)), int(raw.get("max_biased_tokens", 0)), bool(raw.get("complete", True)))
@@ -59,6 +62,7 @@ class Sizes:
     bank_bytes: int
     captured_tokens: int  # rows that one step's half of the arena holds with every site captured
     biased_tokens: int = 0  # whose keys and values are kept
+    longest: int = 1 << 30  # tokens of one request, at most
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, options: EngineOptions) -> Sizes:
@@ -76,7 +80,7 @@ class Sizes:
         bank = min(BANK_BYTES, max(64, scheduler.max_num_seqs) * len(options.sites) * vector) if options.edits else vector
         return cls(scheduler.max_num_batched_tokens, 2 * scheduler.max_num_seqs, programs, PLANS,
                    min(1 << 17, max(1024, 2 * programs * len(options.sites))) if options.edits else 1, bank, rows,
-                   options.max_biased_tokens)
+                   options.max_biased_tokens, model.max_model_len)
 
 
     def describe(self, vllm_config: VllmConfig, options: EngineOptions) -> str:

@@ -93,7 +93,7 @@ class Courier:
         self._next: deque[tuple[int, Tensor, _Delivery]] = deque()  # what leaves next: its half, its memory on the device
         self._sent: list[_Delivery] = []  # in order; not yet sorted by claim
         self._kept: dict[int, _Kept] = {}
-        self._complete, self.dropped = complete, 0
+        self._complete, self.dropped, self.captured = complete, 0, 0  # the last two in rows, since the start
         self._ring = Ring(min(len(tables.arena), _RING_BYTES // tables.arena.itemsize), tables.arena.dtype, tables.device)
         self._left: list[torch.cuda.Event | Done | None] = [None, None]  # per half: when its last copy is done
 
@@ -105,6 +105,7 @@ class Courier:
 
     def after_forward(self, step: Step) -> None:
         """Make ready the one copy that takes this step's rows off the device; reduced rows leave as what they were reduced to."""
+        self.captured += len(step.claims)
         reducing = self._claims.reducing
         reduced = np.isin(step.claims, list(reducing)) if reducing else None
         if reduced is None or not reduced.any():
@@ -200,6 +201,12 @@ class Courier:
             order = len(positions) - 1 - np.unique(positions[::-1], return_index=True)[1]
             positions, values = positions[order], values[torch.from_numpy(order)]
         return positions, values if found[0].reduced else self._typed(values, site)
+
+    def entries(self, uid: str) -> list[tuple[int, bool, bool]]:
+        """The (site, before its edits, reduced) of which rows are held for one request, in the order of the sites."""
+        self._sort()
+        kept = [self._kept[claim] for claim in self._claims.numbers(uid) if claim in self._kept]
+        return sorted({(*entry, rows.reduced) for found in kept for rows in found.parts(0) for entry in rows.cuts})
 
     def _typed(self, values: Tensor, site: int) -> Tensor:
         return values.contiguous().view(torch.float32) if self._tables.wide[site] else values

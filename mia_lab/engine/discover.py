@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 PROBE_TOKENS = 8
+_IN_TURN = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 
 
 @dataclass(slots=True)
@@ -60,9 +61,8 @@ class Layout:
         return any(kind in ("attn_out_raw", "mlp_out_raw") for kind, _ in self.places)
 
     def chosen(self, sites: Sequence[Site]) -> list[Place]:
-        """Where to tap each of these sites: in a norm where one can carry it and no other of the sites lies between."""
-        between = {("resid_post", layer - 1) for kind, layer in sites if kind == "resid_pre"}
-        return [self.places[site] if site in between else self.carriers.get(site, self.places[site]) for site in sites]
+        """Where to tap each of these sites: in a norm where one can carry it."""
+        return [self.carriers.get(site, self.places[site]) for site in sites]
 
     def spare(self, sites: Sequence[Site]) -> list[Place]:
         """The norms that could carry a tap and carry none."""
@@ -72,6 +72,12 @@ class Layout:
     def describe(self, sites: Sequence[Site]) -> str:
         """Where the sites are, as text that changes whenever the traced code would."""
         return repr([(site, type(place.module).__qualname__, place.at) for site, place in zip(sites, self.chosen(sites))])
+
+
+def in_turn(site: Site) -> tuple[int, int]:
+    """A key by which sites that share a module are in the order in which the forward pass comes to them."""
+    kind, layer = site
+    return layer, _IN_TURN.index(kind) if kind in _IN_TURN else len(_IN_TURN)
 
 
 @dataclass(slots=True)
@@ -108,8 +114,7 @@ def discover(model: nn.Module, vllm_config: VllmConfig, device: torch.device) ->
         for kind, reason in found.absent.items():
             layout.lack(kind, layer, reason)
     interior.add(layout, parts.blocks, parts.attention, recorder.seen, entries[0][1])
-    mids = {layer: place for (kind, layer), place in layout.places.items() if kind == "resid_mid"}
-    layout.carriers = norms.carriers(calls, parts.blocks, final, mids, vllm_config.quant_config is not None)
+    layout.carriers = norms.carriers(calls, parts.blocks, final, layout.places, vllm_config.quant_config is not None)
     return layout
 
 

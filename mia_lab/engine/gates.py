@@ -46,6 +46,8 @@ class Gates:
         self._free = list(range(tables.sizes.requests - 1, -1, -1))
         self._pooled = torch.zeros_like(tables.opens, dtype=torch.float32)
         self._step: list[_Rows] = []
+        self._opened = torch.zeros((), dtype=torch.int64, device=tables.opens.device)
+        self._counted = 0  # gates of requests that ended, but those that were not decided yet
 
     def take(self, req_id: str, spec: Spec) -> None:
         """Give a request whose gates hold a slot, closed."""
@@ -57,10 +59,17 @@ class Gates:
             self._tables.opens[held.slot] = NEVER
 
     def release(self, req_id: str) -> None:
-        """Free a finished request's slot."""
+        """Free a finished request's slot. Which of its gates opened is counted on the device, for which nobody waits."""
         held = self._held.pop(req_id, None)
         if held is not None:
             self._free.append(held.slot)
+            self._counted += sum(gate.rule in ("since", "token") or index in held.decided for index, gate in held.gates.items())
+            self._opened += (self._tables.opens[held.slot] != NEVER).sum()
+
+    def decisions(self) -> tuple[int, int]:
+        """How many gates of requests that ended had opened, and how many had not; waits for the device."""
+        opened = int(self._opened)
+        return opened, self._counted - opened
 
     def slots(self, req_ids: Sequence[str]) -> np.ndarray:
         """Return each request's slot `[requests]`, 0 for those without."""

@@ -21,8 +21,7 @@ from .tables import Tables
 
 _VARIANTS = 8  # of one graph; a step that would need one more replays the whole graph
 _KERNEL_NODE = 0
-_REMOVABLE = "mia_tap"
-_INDEX_ARGUMENT = 3  # of that kernel: the table that tells a site from the others
+_REMOVABLE = {"mia_tap": (3,), "mia_read": (4, 5, 6)}  # kernels, and which arguments tell the sites that they serve
 
 Sites = frozenset[int]
 
@@ -52,21 +51,20 @@ def _neighbours(name: str, node: int) -> list[int]:
     return list(nodes)[: count.value]
 
 
-def _index_of(node: int) -> int | None:
-    """The address of a tap's index table; None for a node that is no tap that could be left out."""
+def _indices_of(node: int) -> set[int]:
+    """The addresses of a tap's index tables, one a site; none for a node that is no tap that could be left out."""
     kind = ctypes.c_int()
     call("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
     if kind.value != _KERNEL_NODE:
-        return None
+        return set()
     params, name = _Params(), ctypes.c_char_p()
     call("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(node), ctypes.byref(params))
     if params.function:
         call("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(params.function))
     else:
         call("cuKernelGetName", ctypes.byref(name), ctypes.c_void_p(params.kernel))
-    if name.value is None or name.value.decode() != _REMOVABLE or not params.arguments:
-        return None
-    return ctypes.cast(params.arguments[_INDEX_ARGUMENT], ctypes.POINTER(ctypes.c_uint64)).contents.value
+    places = _REMOVABLE.get((name.value or b"").decode(), ()) if params.arguments else ()
+    return {ctypes.cast(params.arguments[place], ctypes.POINTER(ctypes.c_uint64)).contents.value for place in places}
 
 
 def _take_out(graph: ctypes.c_void_p, node: int) -> None:
@@ -111,7 +109,7 @@ class TappedGraph(torch.cuda.CUDAGraph):
     def replay(self) -> None:
         """Launch the variant that this step needs on the current stream, making it where it is new."""
         if self._whole is None:
-            self._whole = frozenset(self._taps(ctypes.c_void_p(self.raw_cuda_graph())))
+            self._whole = frozenset().union(*self._taps(ctypes.c_void_p(self.raw_cuda_graph())).values())
         if not self._whole:
             super().replay()
             return
@@ -125,7 +123,7 @@ class TappedGraph(torch.cuda.CUDAGraph):
         if wanted not in self._variants and len(self._variants) >= _VARIANTS:
             wanted = self._whole
         if wanted not in self._variants:
-            self._variants[wanted] = self._without(self._whole - wanted)
+            self._variants[wanted] = self._with(wanted)
         self._chosen = self._variants[wanted]
 
     def reset(self) -> None:
@@ -134,21 +132,18 @@ class TappedGraph(torch.cuda.CUDAGraph):
         _free(self._variants)
         super().reset()
 
-    def _taps(self, graph: ctypes.c_void_p) -> dict[int, list[int]]:
-        """The nodes of each site's taps."""
-        found: dict[int, list[int]] = {}
-        for node in _nodes(graph):
-            index = _index_of(node)
-            if index is not None:
-                found.setdefault(self._site_of[index], []).append(node)
-        return found
+    def _taps(self, graph: ctypes.c_void_p) -> dict[int, Sites]:
+        """The nodes of taps, and the sites of each."""
+        found = {node: _indices_of(node) for node in _nodes(graph)}
+        return {node: frozenset(self._site_of[index] for index in indices) for node, indices in found.items() if indices}
 
-    def _without(self, sites: Sites) -> ctypes.c_void_p:
+    def _with(self, wanted: Sites) -> ctypes.c_void_p:
+        """A copy from which the taps of none of these sites were taken out."""
         graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
         call("cuGraphClone", ctypes.byref(graph), ctypes.c_void_p(self.raw_cuda_graph()))
         try:
-            for site, nodes in self._taps(graph).items():
-                for node in nodes if site in sites else ():
+            for node, sites in self._taps(graph).items():
+                if not sites & wanted:
                     _take_out(graph, node)
             call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
         finally:

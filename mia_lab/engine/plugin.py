@@ -9,14 +9,17 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from .config import EngineOptions
+from .core import hook, hook_client
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
 def register() -> None:
-    """Hook the two places where an engine comes to life. Safe to call many times."""
+    """Hook the places where an engine comes to life. Safe to call many times."""
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     if getattr(WorkerWrapperBase.init_device, "mia_lab", False):
@@ -42,4 +45,6 @@ def register() -> None:
             attach(self, options)
 
     with_worker.mia_lab = True
+    hook(EngineCore)
+    hook_client(LLMEngine)
     WorkerWrapperBase.init_device, Scheduler.__init__ = with_worker, with_scheduler

@@ -13,8 +13,9 @@ from mia_lab.kernels import program as P
 from . import streams
 from .claims import Claims
 from .gates import Gates
+from .segments import Segment, segments
 from .tables import Line, Plan, PlanLayout, Program, Tables
-from .wire import Site, Spec, Term, depth, of_request, segments
+from .wire import Site, Spec, Term, depth, of_request
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -52,6 +53,7 @@ class _Segments:
     held: list[Program]
     kept: list[Plan]
     sites: frozenset[int]
+    edited: frozenset[int]
     moves: bool  # what it does to a row depends on more than the segment: on the position, or on a gate
     users: int = 0
 
@@ -80,6 +82,7 @@ class _Batch:
     mine: np.ndarray
     slots: np.ndarray
     sites: frozenset[int]
+    edited: frozenset[int]
     moves: bool
     owner: np.ndarray = field(init=False)
     within: np.ndarray = field(init=False)
@@ -107,6 +110,7 @@ class Router:
         self._place: dict[str, int] = {}
         self.gates = Gates(tables)
         self.needed = _NOWHERE  # the sites at which this step's rows do something; one object while it stays the same
+        self._edited = _NOWHERE  # those of them at which rows are edited
         self._serving = self._told = False
         self._strides = np.zeros(tables.sizes.plans, np.int64)  # by plan
         self._stale = False
@@ -165,8 +169,9 @@ class Router:
             return self._batch if len(self._batch.mine) else None
         place = np.fromiter((self._place.get(r, NEUTRAL) for r in req_ids), np.int64, len(req_ids))
         mine = np.flatnonzero(place >= 0)
-        sites = frozenset().union(*(self._segments[spec].sites for spec in {self._live[req_ids[i]].spec for i in mine.tolist()}))
-        self._batch = _Batch(list(req_ids), place, mine, self.gates.slots(req_ids), sites, bool(self._moves[place[mine]].any()))
+        found = [self._segments[spec] for spec in {self._live[req_ids[i]].spec for i in mine.tolist()}]
+        sites, edited = (frozenset().union(*some) for some in ((part.sites for part in found), (part.edited for part in found)))
+        self._batch = _Batch(list(req_ids), place, mine, self.gates.slots(req_ids), sites, edited, bool(self._moves[place[mine]].any()))
         return self._batch if len(mine) else None
 
     def _look_up(self, batch: _Batch, counts: np.ndarray, first: np.ndarray, single: bool) -> None:
@@ -204,7 +209,7 @@ class Router:
         step = self._capture(table, batch, self._numbers[place], position)
         self._send(max(used, self._written))
         self._batch, self._written = batch, used
-        self._need(batch.sites)
+        self._need(batch.sites, batch.edited)
         if step is not None:
             batch.written[step.half] = table[:used].copy(), step
         return step
@@ -217,22 +222,24 @@ class Router:
         table[batch.rows, P.POSITION] = position
         self._send(len(rows))
         self._half ^= 1
-        return replace(step, positions=position[batch.taken])
+        return replace(step, positions=position[batch.taken].astype(np.int64))  # as the other steps have them
 
     def neutralise(self) -> None:
         """Make every row neutral; costs nothing when they are."""
         self._batch = None
-        self._need(_NOWHERE)
+        self._need(_NOWHERE, _NOWHERE)
         if self._written:
             self._stage()[: self._written] = NEUTRAL
             self._send(self._written)
             self._written = 0
 
-    def _need(self, sites: frozenset[int]) -> None:
-        if sites != self.needed or not self._told:
-            self.needed, self._told = sites, self._serving
+    def _need(self, sites: frozenset[int], edited: frozenset[int]) -> None:
+        if sites != self.needed or edited != self._edited or not self._told:
+            self._edited, self._told = edited, self._serving
+            if sites != self.needed:
+                self.needed = sites
             if self._serving:
-                self._tables.keep_awake(sites)
+                self._tables.keep_awake(sites, edited)
 
     def recover(self) -> None:
         """After a step that was broken off: take no row for granted, so that the next step writes them all."""
@@ -261,7 +268,7 @@ class Router:
             self.gates.take(new.req_id, spec)
             history = NEUTRAL
             if spec.keeps_history:
-                length = len(new.prompt_token_ids) + new.sampling_params.max_tokens
+                length = min(len(new.prompt_token_ids) + new.sampling_params.max_tokens, self._tables.sizes.longest)
                 history, _ = self._tables.history.take(new.req_id, length)
         except BaseException:
             self._release(new.req_id)
@@ -285,26 +292,37 @@ class Router:
 
     def _resolve(self, spec: Spec) -> _Segments:
         cuts = segments(spec)
-        sites = frozenset(self._site[part.site] for part in (*spec.terms, *spec.takes))
+        edited = frozenset(self._site[term.site] for term in spec.terms)
+        sites = edited | {self._site[take.site] for take in spec.takes}
         moves = bool(spec.gates) or any(term.rate or term.aligned or term.op == "bias" for term in spec.terms)
         found = _Segments(np.array([cut.start for cut in cuts], np.int64), np.full(len(cuts), NEUTRAL),
-                          np.full(len(cuts), NEUTRAL), [], [], sites, moves)
+                          np.full(len(cuts), NEUTRAL), [], [], sites, edited, moves)
+        places: dict[int, int] = {id(()): NEUTRAL}  # segments where the same acts, or the same is captured, share one tuple
         try:
             for i, cut in enumerate(cuts):
-                if cut.takes:
-                    plan = tuple(sorted((self._site[take.site], take.before) for take in cut.takes))
-                    found.plans[i] = place = self._tables.take_plan(plan)
-                    found.kept.append(plan)
-                    self._strides[place] = self._tables.plans[place].stride
-                if cut.terms:
-                    first = _first_measures(cut.terms)
-                    program = tuple(self._line(term, spec, n in first) for n, term in enumerate(cut.terms))
-                    found.programs[i] = self._tables.take_program(program)
-                    found.held.append(program)
+                if id(cut.takes) not in places:
+                    places[id(cut.takes)] = self._plan(cut, found)
+                if id(cut.terms) not in places:
+                    places[id(cut.terms)] = self._program(cut, spec, found)
+                found.plans[i], found.programs[i] = places[id(cut.takes)], places[id(cut.terms)]
         except BaseException:
             self._give_back(found)
             raise
         return found
+
+    def _plan(self, cut: Segment, found: _Segments) -> int:
+        plan = tuple(sorted((self._site[take.site], take.before) for take in cut.takes))
+        place = self._tables.take_plan(plan)
+        found.kept.append(plan)
+        self._strides[place] = self._tables.plans[place].stride
+        return place
+
+    def _program(self, cut: Segment, spec: Spec, found: _Segments) -> int:
+        first = _first_measures(cut.terms)
+        program = tuple(self._line(term, spec, n in first) for n, term in enumerate(cut.terms))
+        place = self._tables.take_program(program)
+        found.held.append(program)
+        return place
 
     def _line(self, term: Term, spec: Spec, begins: bool) -> Line:
         gate = spec.gates[term.gate] if term.gate >= 0 else None

@@ -21,12 +21,16 @@ def attach(scheduler: Scheduler, options: EngineOptions) -> None:
     if getattr(cache, "mamba_cache_mode", "") == "align" and sizes.captured_tokens // 2 < cache.block_size and not splits_state_blocks():
         raise UnsupportedError(f"steps of {sizes.captured_tokens // 2} captured rows are shorter than a block of states, and would never "
                                f"be scheduled. Load with max_captured_tokens={2 * cache.block_size} or enable_prefix_caching=False")
+    desk = getattr(scheduler.vllm_config, "mia_desk", lambda: None)()
+    if desk is None or not hasattr(scheduler, "_free_request"):
+        raise UnsupportedError("this vLLM takes requests in or lets them go in an unknown way, so a wrong one could end the engine; "
+                               "load with a vLLM from 0.25.1 to 0.33")
     cachekey.install()
     capturing: set[str] = set()
     doubled: set[str] = set()  # those of them that capture a point both before and after its edits
     full_budget = scheduler.max_num_scheduled_tokens
     seats = "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"  # what limits admission
-    add_request, schedule = scheduler.add_request, scheduler.schedule
+    add_request, schedule, free_request = scheduler.add_request, scheduler.schedule, scheduler._free_request
 
     def add(request: Request) -> None:
         spec = cachekey.spec_of(request)
@@ -35,8 +39,9 @@ def attach(scheduler: Scheduler, options: EngineOptions) -> None:
             request.mia_captures = {span for take in spec.takes for span in take.spans}  # looked at in every step
             if spec.takes_twice:
                 doubled.add(request.request_id)
-        # The last prompt row is always computed; an earlier one could be served from the cache, uncomputed.
-        if spec is not None and spec.first_row is not None and spec.first_row < request.num_prompt_tokens - 1:
+        # The last prompt row is always computed; an earlier one could be served from the cache, uncomputed. So could a later one once
+        # the request was preempted: what was captured of it is there, but what a gate pools must be pooled without a gap.
+        if spec is not None and spec.first_row is not None and (spec.first_row < request.num_prompt_tokens - 1 or spec.pools):
             request.skip_reading_prefix_cache = True
         add_request(request)
 
@@ -64,7 +69,11 @@ def attach(scheduler: Scheduler, options: EngineOptions) -> None:
         finally:
             setattr(scheduler, seats, free)
 
-    scheduler.add_request, scheduler.schedule = add, schedule_within_arena
+    def free(request: Request, *args: Any, **kwargs: Any) -> Any:
+        desk.leave(request.request_id)  # finished, aborted while it ran, or never run: all come here
+        return free_request(request, *args, **kwargs)
+
+    scheduler.add_request, scheduler.schedule, scheduler._free_request = add, schedule_within_arena, free
 
 
 def _rows_ahead(request: Request) -> int:

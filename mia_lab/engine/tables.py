@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mia_lab.kernels import program as P
-from mia_lab.kernels.tap import asleep
+from mia_lab.kernels.tap import asleep, unedited
 
 from ..errors import UnsupportedError
 from .config import Sizes, aligned
@@ -21,29 +21,36 @@ K = TypeVar("K", bound=Hashable)
 _FLAGS = {"fresh": P.FRESH, "cosine": P.COSINE, "vote": P.VOTE}
 
 
+class FullError(RuntimeError):
+    """No run of free places is long enough, with all idle entries gone."""
+
+
 class Shelf(Generic[K]):
-    """Runs of places for content-addressed entries: equal ones share, counted by use; idle ones stay until needed."""
+    """Runs of places for content-addressed entries: equal ones share, counted by use; idle ones stay until needed.
+
+    `places`: by entry, its first place and its length.
+    """
 
     def __init__(self, size: int, what: str) -> None:
         self.size, self.what = size, what
-        self._place: dict[K, tuple[int, int]] = {}
+        self.places: dict[K, tuple[int, int]] = {}
         self._uses: dict[K, int] = {}
         self._idle: dict[K, None] = {}  # in the order they fell idle
         self._free = [(0, size)]  # ascending (start, length), none touching the next
 
     def take(self, key: K, length: int = 1) -> tuple[int, bool]:
-        """Return the entry's first place and whether it must be written; RuntimeError when no run of places is free."""
-        if key in self._place:
+        """Return the entry's first place and whether it must be written; FullError when no run of places is free."""
+        if key in self.places:
             self._uses[key] += 1
             self._idle.pop(key, None)
-            return self._place[key][0], False
+            return self.places[key][0], False
         start = self._find(length)
         while start is None:
             if not self._idle:
-                raise RuntimeError(f"all {self.size} {self.what} are in use")
+                raise FullError(f"all {self.size} {self.what} are in use")
             self.evict(next(iter(self._idle)))
             start = self._find(length)
-        self._place[key], self._uses[key] = (start, length), 1
+        self.places[key], self._uses[key] = (start, length), 1
         return start, True
 
     def _find(self, length: int) -> int | None:
@@ -65,7 +72,7 @@ class Shelf(Generic[K]):
         """Forget an idle entry and free its places."""
         del self._idle[key], self._uses[key]
         merged: list[tuple[int, int]] = []
-        for start, length in sorted([*self._free, self._place.pop(key)]):
+        for start, length in sorted([*self._free, self.places.pop(key)]):
             if merged and sum(merged[-1]) == start:
                 merged[-1] = (merged[-1][0], merged[-1][1] + length)
             else:
@@ -125,20 +132,25 @@ class Tables:
         self.index, self.words, self.offsets = map(self._mirror.table, ("index", "words", "offsets"))
         self.numbers = self._mirror.table("numbers", torch.float32)
         self.bank = new((self.bank_rows, self.bank_width), 0.0, torch.float32)
-        self._arriving: dict[int, torch.Tensor] = {}  # vectors to be written into the bank, by place
         self.arena = new((2 * self.half,), 0.0, dtype)
         self.measures = new((sizes.tokens, gates), 0.0, torch.float32)
         self.opens = new((sizes.requests, gates), 0, torch.int32)
         self._programs: Shelf[Program] = Shelf(sizes.programs, "edit programs")
-        self._terms: Shelf[Program] = Shelf(sizes.terms, "edit terms")
         self._plans: Shelf[Plan] = Shelf(sizes.plans, "capture plans")
-        self._bank: Shelf[str] = Shelf(self.bank_rows, "vector places")
+        self._clear()
         self.history: Shelf[str] = Shelf(sizes.biased_tokens, "places for keys and values under a bias")
         self._addresses = [self.index[site].data_ptr() for site in range(n)]
-        weakref.finalize(self, asleep.difference_update, self._addresses)  # other tensors may come to lie there
+        for noted in (asleep, unedited):  # other tensors may come to lie there
+            weakref.finalize(self, noted.difference_update, self._addresses)
         self.vectors: dict[str, torch.Tensor] = {}
         self.extra_bytes = 0  # held beside the tables, on layers under a bias
         self.plans: dict[int, PlanLayout] = {}
+
+    def _clear(self) -> None:
+        self._terms: Shelf[Program] = Shelf(self.sizes.terms, "edit terms")
+        self._bank: Shelf[str] = Shelf(self.bank_rows, "vector places")
+        self._used: dict[str, torch.Tensor] = {}  # vectors in the bank that programs use
+        self._arriving: dict[int, torch.Tensor] = {}  # vectors to be written into the bank, by place
 
     def _all(self) -> tuple[torch.Tensor, ...]:
         return (self.rows, self.index, self.words, self.numbers, self.bank, self.offsets, self.arena, self.measures, self.opens)
@@ -153,10 +165,11 @@ class Tables:
         return (self.rows, self.index[site], self.words, self.numbers, self.bank, self.offsets[site], self.arena, self.measures,
                 self.opens)
 
-    def keep_awake(self, sites: Collection[int]) -> None:
-        """From the next forward on, leave out the taps of all other sites."""
-        asleep.update(self._addresses)
-        asleep.difference_update(self._addresses[site] for site in sites)
+    def keep_awake(self, sites: Collection[int], edited: Collection[int]) -> None:
+        """From the next forward on, leave out the taps of all other sites than `sites`, and edit at none but at `edited`."""
+        for noted, some in ((asleep, sites), (unedited, edited)):
+            noted.update(self._addresses)
+            noted.difference_update(self._addresses[site] for site in some)
 
     def register(self, sha: str, vectors: torch.Tensor) -> None:
         """Hold vectors `[n d]` float32 on the host, from where programs bring them into the bank."""
@@ -170,23 +183,37 @@ class Tables:
         """Return the table place of a program, writing it and its vectors where they are new."""
         place, fresh = self._programs.take(program)
         if fresh:
-            held: list[str] = []
             try:
-                self._write(program, place, held)
+                self._write(program, place)
             except BaseException:
-                for sha in held:
-                    self._bank.give(sha)
                 self._programs.give(program)
                 self._programs.evict(program)
                 raise
         return place
 
-    def _write(self, program: Program, place: int, held: list[str]) -> None:
+    def _write(self, program: Program, place: int) -> None:
+        try:
+            self._try_to_write(program, place)
+        except FullError:  # it may be that what is free lies in pieces
+            self._pack(program)
+            self._try_to_write(program, place)
+
+    def _pack(self, coming: Program) -> None:
+        """Move the terms and vectors of all programs but one together. The device follows at `flush`, as for new ones."""
+        used = self._used
+        self._clear()
+        self._used = used  # a vector may have been forgotten since
+        for program, (place, _) in self._programs.places.items():
+            if program != coming:
+                self._try_to_write(program, place)
+
+    def _try_to_write(self, program: Program, place: int) -> None:
         ordered = sorted(program, key=lambda line: line.site)  # stable: the order of the terms of one site stays
         words = np.zeros((len(ordered), P.COLUMNS), np.int32)
         numbers = np.zeros((len(ordered), P.COLUMNS), np.float32)
         index = np.tile(np.array([0, 0, -1, 0], np.int32), (len(self.widths), 1))
         start, _ = self._terms.take(program, max(len(ordered), 1))
+        held: list[str] = []
         try:
             for i, line in enumerate(ordered):
                 term, site = line.term, line.site
@@ -203,6 +230,7 @@ class Tables:
                 index[site, P.PLAIN] = write if index[site, P.COUNT] == 1 and self._is_plain(term, site) else -1
                 index[site, P.PLAIN_COEFF] = numbers[i, P.COEFF].view(np.int32)
         except BaseException:
+            self._give_vectors(held)
             self._terms.give(program)
             self._terms.evict(program)
             raise
@@ -219,11 +247,12 @@ class Tables:
     def _place_vector(self, sha: str, rows: int, site: int, held: list[str]) -> int:
         if not sha:
             return -1
-        vectors = self.vectors[sha]
+        vectors = self._used[sha] if sha in self._used else self.vectors[sha]
         if len(vectors) != max(rows, 1) or vectors.shape[1] != self.widths[site]:
             raise ValueError(f"vector {sha} is {list(vectors.shape)}; its term needs [{max(rows, 1)}, {self.widths[site]}]")
         place, fresh = self._bank.take(sha, len(vectors))
         held.append(sha)
+        self._used[sha] = vectors
         if fresh:
             self._arriving |= {place + i: vector for i, vector in enumerate(vectors)}
         return place
@@ -245,9 +274,12 @@ class Tables:
             self._terms.give(program)
             self._terms.evict(program)
             self._programs.evict(program)
-            for line in program:
-                for sha in filter(None, (line.term.read, line.term.write)):
-                    self._bank.give(sha)
+            self._give_vectors(sha for line in program for sha in (line.term.read, line.term.write) if sha)
+
+    def _give_vectors(self, shas: Iterable[str]) -> None:
+        for sha in shas:
+            if self._bank.give(sha):
+                del self._used[sha]
 
     def take_plan(self, plan: Plan) -> int:
         """Return the table place of a capture plan, writing it where it is new."""

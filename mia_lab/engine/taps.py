@@ -20,7 +20,8 @@ from torch import nn
 from mia_lab.kernels import tap
 from mia_lab.kernels.bias import bias_
 from mia_lab.kernels.norm import norm, tap_norm
-from mia_lab.kernels.tap import read_, tap_
+from mia_lab.kernels.read import read_
+from mia_lab.kernels.tap import tap_
 
 from . import heads
 from .tables import Tables
@@ -44,21 +45,28 @@ class Arg:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """Tap what the module is given: the value is `x`, plus `residual` where the block passes a pending pair."""
+    """Tap what the module is given: the value is `x`, plus `residual` where the block passes a pending pair.
+
+    Those of a module that are only read are read together, and are `wide` all or none.
+    """
 
     x: Arg
     residual: Arg | None = None
     edits: bool = True  # False for a view of a larger tensor, which would be cloned if it were edited
-    wide: bool = False  # stored as float32 whatever the model's type; only where not edited
+    wide: bool = False  # stored as float32 whatever the model's type; only where not edited, and with no residual
 
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """Tap the pair that an RMS norm adds up, within that norm; its weight counts from 1 where `shifted`."""
+    """Tap the pair that an RMS norm adds up, within that norm; its weight counts from 1 where `shifted`.
+
+    alone: the value is `x` without `residual`: what the branch adds. Several of these run one after the other.
+    """
 
     x: Arg
     residual: Arg
     shifted: bool
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +82,7 @@ class Early:
 class After:
     """Tap what the module returns: its tensor, or the first of its tuple, plus the second where `pair`.
 
-    edits, wide: as in Before.
+    edits, wide: as in Before; a `pair` is never only read.
     """
 
     is_tuple: bool = False
@@ -121,37 +129,47 @@ def swap(module: nn.Module, sides: Sequence[Side]) -> None:
 
 
 def _forward(inner: Callable[..., Any], sides: tuple[Side, ...]) -> Callable[..., Any]:
-    befores = [(i, side) for i, side in enumerate(sides) if isinstance(side, Before)]
-    within = next(((i, side) for i, side in enumerate(sides) if isinstance(side, (Normed, Early))), None)
+    edited = [(i, side) for i, side in enumerate(sides) if isinstance(side, Before) and side.edits]
+    read = [(i, side) for i, side in enumerate(sides) if isinstance(side, Before) and not side.edits]
+    within = [(i, side) for i, side in enumerate(sides) if isinstance(side, (Normed, Early))]
     afters = [(i, side) for i, side in enumerate(sides) if isinstance(side, After)]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        for i, side in befores:
-            x = side.x.pick(args, kwargs)
-            if x is not None:  # a layer that shares another's keys gets none
-                residual = None if side.residual is None else side.residual.pick(args, kwargs)
-                _call(side, x, residual, self.mia_tables[i])
-        residual = None if within is None else within[1].residual.pick(args, kwargs)
-        if residual is None:
-            out = inner(self, *args, **kwargs)
-        else:
-            i, side = within
-            rest = self.weight, self.variance_epsilon, side.shifted
-            x = side.x.pick(args, kwargs)
-            out = norm(x, residual, *rest) if isinstance(side, Early) else tap_norm(x, residual, *self.mia_tables[i], *rest)
+        for i, side in edited:
+            tap_(side.x.pick(args, kwargs), None if side.residual is None else side.residual.pick(args, kwargs), *self.mia_tables[i])
+        given = [(side.x.pick(args, kwargs), self.mia_tables[i]) for i, side in read]
+        given = [(x, tables) for x, tables in given if x is not None]  # a layer that shares another's keys gets none
+        if given:
+            _read([x for x, _ in given], [tables for _, tables in given], read[0][1].wide)
+        residual = within[0][1].residual.pick(args, kwargs) if within else None
+        out = inner(self, *args, **kwargs) if residual is None else _normed(self, within, args, kwargs)
         for i, side in afters:
             x = out[0] if side.is_tuple else out
-            _call(side, x, out[1] if side.pair else None, self.mia_tables[i])
+            if side.edits:
+                tap_(x, out[1] if side.pair else None, *self.mia_tables[i])
+            else:
+                _read([x], [self.mia_tables[i]], side.wide)
         return out
 
     return forward
 
 
-def _call(side: Before | After, x: torch.Tensor, residual: torch.Tensor | None, tables: tuple[torch.Tensor, ...]) -> None:
-    if side.edits:
-        tap_(x, residual, *tables)
-    else:
-        read_(x, residual, *tables, wide=side.wide)
+def _read(x: list[torch.Tensor], tables: list[tuple[torch.Tensor, ...]], wide: bool) -> None:
+    rows, arena = tables[0][0], tables[0][6]
+    read_(x, rows, [own[1] for own in tables], [own[5] for own in tables], arena, wide=wide)
+
+
+def _normed(module: nn.Module, sides: Sequence[tuple[int, Normed | Early]], args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a norm gives for a pair, with the taps that ride in it."""
+    first = sides[0][1]
+    x, residual = first.x.pick(args, kwargs), first.residual.pick(args, kwargs)
+    how = module.weight, module.variance_epsilon, first.shifted
+    if isinstance(first, Early):
+        return norm(x, residual, *how)
+    tables = [module.mia_tables[i] for i, _ in sides]
+    rows, _, words, numbers, bank, _, arena, measures, opens = tables[0]
+    index, offsets = [own[1] for own in tables], [own[5] for own in tables]
+    return tap_norm(x, residual, rows, index, words, numbers, bank, offsets, arena, measures, opens, *how, first.alone)
 
 
 def _wrap_kernel(module: nn.Module, tables: tuple[torch.Tensor, ...], biased: bool) -> None:
@@ -195,6 +213,6 @@ def attach_biased(module: nn.Module, tables: Tables, site: int, at: int) -> None
 
 def fingerprint(places: str, tables: Tables) -> str:
     """Identity of the compiled taps, for vLLM's compile-cache key: sources, places and table shapes."""
-    kernels = (Path(tap.__file__).with_name(f"{name}.py") for name in ("program", "terms", "tap", "norm"))
+    kernels = (Path(tap.__file__).with_name(f"{name}.py") for name in ("program", "terms", "tap", "read", "norm"))
     text = [*(file.read_text() for file in (*kernels, Path(__file__))), places, repr((tables.sizes, tables.widths))]
     return hashlib.sha256("\0".join(text).encode()).hexdigest()[:32]

@@ -4,9 +4,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import astuple, dataclass, field, fields
 from functools import lru_cache
+
+from .segments import acting, busiest, segments
 
 KEY = "mia_lab"  # in SamplingParams.extra_args and in VllmConfig.additional_config
 VERSION = 2
@@ -14,6 +17,7 @@ MAX_BYTES = 1 << 20
 MAX_NUMBER = 3.4e38  # the tables hold float32
 MAX_TERMS = 64  # that may meet at one point of one row
 MAX_GATES = 4  # of one request
+MAX_NAME = 64  # characters of a request's name, and of every other name on the wire
 OPS = ("add", "affine", "clip", "feature", "scale", "renorm", "measure", "bias")
 ATTENTION = "attention"  # the kind of point where only "bias" acts
 RULES = ("row", "mean", "max", "last", "since", "token")  # how readings decide; all but "row" hold once decided
@@ -105,31 +109,35 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a request asks of the taps. Requests that ask the same share one, however many they are."""
+    """What a request asks of the taps. Requests that ask the same share one, however many they are.
+
+    first_row: the first position that must be computed, not read from the prefix cache; None when any may be read.
+    takes_twice: whether a point is captured both before and after its edits, so that its rows take twice the room.
+    """
 
     terms: tuple[Term, ...] = ()
     takes: tuple[Take, ...] = ()
     gates: tuple[Gate, ...] = ()
     reduce: Reduce | None = None
-    _hash: int = field(init=False, repr=False, compare=False)  # of a deep tuple that tables and caches look up all the time
+    # Worked out once: every request asks for them, and there may be hundreds of points.
+    first_row: int | None = field(init=False, repr=False, compare=False)
+    takes_twice: bool = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        rows = [take.spans[0][0] for take in self.takes if take.spans]
+        rows += [gate.start for gate in self.gates if gate.rule in ("mean", "max", "since")]
+        object.__setattr__(self, "first_row", 0 if self.keeps_history else min(rows, default=None))
+        object.__setattr__(self, "takes_twice", len({take.site for take in self.takes}) < len(self.takes))
         object.__setattr__(self, "_hash", hash((self.terms, self.takes, self.gates, self.reduce)))
 
     def __hash__(self) -> int:
         return self._hash
 
     @property
-    def first_row(self) -> int | None:
-        """The first position that must be computed, not read from the prefix cache; None when any may be read."""
-        rows = [take.spans[0][0] for take in self.takes if take.spans]
-        rows += [gate.start for gate in self.gates if gate.rule in ("mean", "max", "since")]
-        return 0 if self.keeps_history else min(rows, default=None)
-
-    @property
-    def takes_twice(self) -> bool:
-        """Whether a point is captured both before and after its edits, so that its rows take twice the room."""
-        return len({take.site for take in self.takes}) < len(self.takes)
+    def pools(self) -> bool:
+        """Whether a gate is decided by several rows together."""
+        return any(gate.rule in ("mean", "max") for gate in self.gates)
 
     @property
     def keeps_history(self) -> bool:
@@ -238,11 +246,11 @@ def _check(spec: Spec) -> None:
             raise ValueError(f"{term.aligned} aligned vectors from position {term.origin} on do not cover the edited rows")
     for index, gate in enumerate(spec.gates):
         _check_gate(index, gate, spec)
-    if any(sum(t.site == site and t.op == "bias" for t in cut.terms) > 1 for cut in segments(spec) for site in {t.site for t in cut.terms}):
-        raise ValueError("two biases meet at one layer of one row")
-    crowded = next((cut.start for cut in segments(spec) if busiest(cut)[1] > MAX_TERMS), None)
-    if crowded is not None:
-        raise ValueError(f"more than {MAX_TERMS} edits meet at one point from position {crowded} on")
+    for cut in acting(segments(spec)):
+        if max(Counter(term.layer for term in cut.terms if term.op == "bias").values(), default=0) > 1:
+            raise ValueError("two biases meet at one layer of one row")
+        if busiest(cut)[1] > MAX_TERMS:
+            raise ValueError(f"more than {MAX_TERMS} edits meet at one point from position {cut.start} on")
 
 
 def _check_gate(index: int, gate: Gate, spec: Spec) -> None:
@@ -258,11 +266,13 @@ def _check_gate(index: int, gate: Gate, spec: Spec) -> None:
         raise ValueError("two readings of one gate stand at points whose order is not fixed")
     read = measures[0].spans if measures else ()
     for a, b in (span for term in edits for span in term.spans):
-        if gate.rule == "row" and not any(c <= a and (d is None or (b is not None and b <= d)) for c, d in read):
+        c, d = read[max(bisect_right(read, a, key=lambda span: span[0]) - 1, 0)] if read else (a + 1, None)
+        if gate.rule == "row" and not (c <= a and (d is None or (b is not None and b <= d))):
             raise ValueError("a gated edit acts on rows that its gate does not read")
         if a < (gate.stop if gate.rule in ("mean", "max", "last") else gate.start):
             raise ValueError("a gated edit acts on rows before its gate is decided")
-    if gate.rule == "row" and any(depth(term) <= max(place for place, _ in places) for term in edits):
+    last = max((place for place, _ in places), default=(0, 0))
+    if gate.rule == "row" and any(depth(term) <= last for term in edits):
         raise ValueError("a gate reads at a point that comes after, or beside, the edit it governs")
     if gate.rule in ("mean", "max", "last") and read != ((gate.start, gate.stop),):
         raise ValueError("a gate pools other rows than it reads")
@@ -286,37 +296,8 @@ def of_request(extra_args: dict | None) -> tuple[str, Spec] | None:
     return None if text is None else decode(text)
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Positions from `start` up to the next segment's: the terms that act there, in order, and what is captured."""
-
-    start: int
-    terms: tuple[Term, ...]
-    takes: tuple[Take, ...]
-
-
-@lru_cache(maxsize=256)
-def segments(spec: Spec) -> tuple[Segment, ...]:
-    """Cut the positions of a request where anything changes; the last segment has no end."""
-    every = [item.spans for item in (*spec.terms, *spec.takes)]
-    edges = sorted({0} | {edge for spans in every for span in spans for edge in span if edge is not None})
-    return tuple(Segment(at, tuple(t for t in spec.terms if covers(t.spans, at)), tuple(t for t in spec.takes if covers(t.spans, at)))
-                 for at in edges)
-
-
-def busiest(segment: Segment) -> tuple[Site, int]:
-    """Return the point where most terms of a segment meet, and how many."""
-    counts = Counter(term.site for term in segment.terms)
-    return counts.most_common(1)[0] if counts else (("", 0), 0)
-
-
-def covers(spans: tuple[Span, ...], at: int) -> bool:
-    """Whether a position lies in one of the spans."""
-    return any(start <= at and (stop is None or at < stop) for start, stop in spans)
-
-
 def _text(value: object) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= 64:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME:
         raise ValueError(f"expected a short string, got {value!r}")
     return value
 

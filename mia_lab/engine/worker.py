@@ -12,14 +12,16 @@ import torch
 
 from mia_lab.kernels import launch
 
-from ..errors import MissingRowsError, PointError, UnsupportedError
+from ..errors import MiaError, MissingRowsError, PointError, UnsupportedError
 from . import graphs, heads, lens, shared, splitting, taps, unembedding
 from .adapters import adapter_for, without_lora
 from .claims import Claims
+from .collecting import held_of
 from .config import EngineOptions, Sizes, refuse_unsupported
 from .courier import Courier
-from .discover import PROBE_TOKENS, Layout, discover
+from .discover import PROBE_TOKENS, Layout, discover, in_turn
 from .router import Router
+from .settings import Settings
 from .tables import Tables
 from .wire import ATTENTION, KEY, Site, Span, address
 
@@ -35,7 +37,7 @@ def attach(worker: WorkerBase, options: EngineOptions) -> None:
         load_model(*args, **kwargs)
         lab = Lab(worker, options)
         for name in ("describe", "register", "forget", "fetch", "drop", "unembed", "sample_weights", "recover",
-                     "pattern", "experts", "settle", "readout", "lens", "split"):
+                     "pattern", "experts", "settle", "readout", "lens", "split", "call", "rows", "counts"):
             setattr(worker, f"mia_{name}", getattr(lab, name))
 
     worker.load_model = load_then_tap
@@ -47,7 +49,7 @@ class Lab:
 
     def __init__(self, worker: WorkerBase, options: EngineOptions) -> None:
         runner, config = worker.model_runner, worker.vllm_config
-        self._runner = runner
+        self._runner, self._config, self._edits = runner, config, options.edits
         self._sizes = Sizes.of(config, options)
         refuse_unsupported(config, self._sizes)
         self._model = runner.get_model()
@@ -66,14 +68,14 @@ class Lab:
         claims = Claims()
         self._router = Router(self._tables, self._sites, claims)
         self._courier = Courier(self._tables, self._sites, claims, options.complete)
-        object.__setattr__(config, "mia_courier", weakref.ref(self._courier))  # for the scheduler, which is in this process
+        object.__setattr__(config, "mia_courier", weakref.ref(self._courier))  # for the scheduler, where that is in this process
         self._adapter = adapter_for(runner)
         self._adapter.install(self._router, self._courier)
         graphs.install(runner, self._tables, lambda: self._router.needed)
         self._rows_at_once = max(1, lens.LOGIT_BYTES // (4 * config.model_config.get_vocab_size()))
 
     def _install_taps(self) -> None:
-        order = sorted(range(len(self._sites)), key=lambda site: self._sites[site][0] != "embed")  # first where it shares a place
+        order = sorted(range(len(self._sites)), key=lambda site: in_turn(self._sites[site]))  # of those at one place
         sides: dict[torch.nn.Module, list[int]] = {}
         places = self._layout.chosen(self._sites)
         for site in order:
@@ -102,7 +104,18 @@ class Lab:
                 "table_bytes": self._tables.nbytes, "arena_bytes": self._tables.arena.nbytes,
                 "captured_tokens": self._sizes.captured_tokens, "bank_rows": self._tables.bank_rows,
                 "programs": self._sizes.programs, "terms": self._sizes.terms, "plans": self._sizes.plans,
-                "biased_tokens": self._sizes.biased_tokens, "runner": self._adapter.name}
+                "biased_tokens": self._sizes.biased_tokens, "runner": self._adapter.name,
+                "settings": Settings.of(self._config, self._edits).as_json()}
+
+    def call(self, name: str, args: Sequence[Any]) -> tuple[str, Any]:
+        """Call another of these methods; return "" and what it gives, or the name of a MiaError and its message: an error that leaves
+        for another process loses its type."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            return "", getattr(self, name)(*args)
+        except MiaError as error:
+            return type(error).__name__, str(error)
 
     def register(self, vectors: dict[str, tuple[int, bytes]]) -> None:
         """Hold vectors, `[n width]` float32 as (n, bytes), under their content address, which is checked."""
@@ -183,6 +196,14 @@ class Lab:
         """Let go of these requests' rows."""
         for uid in uids:
             self._courier.drop(uid)
+
+    def rows(self, uid: str, since: int) -> list[list[Any]]:
+        """Return all that is held of one request from position `since` on, as `held_of` gives it."""
+        return held_of(self._courier, uid, since, self._sites, {site: place.shape for site, place in self._layout.places.items()})
+
+    def counts(self) -> dict[str, Any]:
+        """Return what was counted since the engine started: rows captured and dropped, and the gates that opened and that did not."""
+        return {"rows": self._courier.captured, "dropped": self._courier.dropped, "gates": list(self._router.gates.decisions())}
 
     @torch.inference_mode()
     def unembed(self, rows: bytes, normed: bool) -> bytes:

@@ -9,15 +9,18 @@ import pytest
 import torch
 
 from mia_lab.engine.claims import Claims
+from mia_lab.engine.collecting import held_of
 from mia_lab.engine.config import Sizes
 from mia_lab.engine.courier import Courier
 from mia_lab.engine.router import Router
 from mia_lab.engine.tables import Tables
-from mia_lab.engine.wire import KEY, Spec, Take, Term, encode
-from mia_lab.kernels.tap import read_reference, tap_reference
+from mia_lab.engine.wire import KEY, Reduce, Spec, Take, Term, encode
+from mia_lab.kernels.read import read_reference
+from mia_lab.kernels.tap import tap_reference
 
 SITES = [("resid_post", 0), ("mlp_out", 1), ("resid_post", 1), ("router", 1)]
 WIDTHS, TOKENS = (5, 3, 5, 4), 16
+SHAPES = {site: (2, 2) if site[0] == "router" else (width,) for site, width in zip(SITES, WIDTHS)}
 VECTOR = torch.arange(3).float()[None]
 
 
@@ -49,7 +52,8 @@ class Engine:
             x = torch.randn(TOKENS, WIDTHS[site], generator=self.draw).to(torch.float32 if wide else self.tables.arena.dtype)
             before = x.clone()  # the last rows are padding
             if wide:
-                read_reference(x, None, *self.tables.of_site(site), wide=True)
+                rows, index, _, _, _, offsets, arena, _, _ = self.tables.of_site(site)
+                read_reference([x], rows, [index], [offsets], arena, wide=True)
             else:
                 tap_reference(x, None, *self.tables.of_site(site))
             row = 0
@@ -178,3 +182,34 @@ def test_only_rows_from_a_position_on_are_returned_where_that_is_asked() -> None
     assert positions.tolist() == [3, 4, 5] and whole.tolist() == list(range(6))
     assert torch.equal(values, everything[3:])
     assert engine.courier.rows("r", 0, since=6)[0].tolist() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_that_is_held_of_a_request_in_plain_values(dtype: torch.dtype) -> None:
+    engine = Engine(dtype)
+    spec = Spec((Term("add", *SITES[1], ((0, None),), write="v"),), (Take(*SITES[1], ((2, 4),)), Take(*SITES[1], ((0, None),), True),
+                                                                      Take(*SITES[3], ((0, None),))))
+    engine.admit("r", spec)
+    engine.admit("other", Spec(takes=(Take(*SITES[0], ((0, None),)),)))
+    assert held_of(engine.courier, "r", 0, SITES, SHAPES) == []
+    engine.step(("other", 2, 0), ("r", 3, 0))
+    engine.step(("r", 3, 3), ("other", 1, 2))
+    assert engine.courier.captured == 9
+    for since in (0, 3):
+        found = held_of(engine.courier, "r", since, SITES, SHAPES)
+        assert [entry[:3] for entry in found] == [["mlp_out", 1, False], ["mlp_out", 1, True], ["router", 1, False]]
+        for (kind, layer, before, positions, shape, name, data), wanted in zip(found, [(2, 3), range(6), range(6)]):
+            site, wanted = SITES.index((kind, layer)), [p for p in wanted if p >= since]
+            assert np.frombuffer(positions, np.int64).tolist() == wanted
+            assert shape == list(SHAPES[kind, layer])
+            assert name == ("float32" if kind == "router" else str(dtype).removeprefix("torch."))
+            values = torch.frombuffer(bytearray(data), dtype=getattr(torch, name)).view(-1, *shape)
+            assert torch.equal(values.flatten(1), torch.stack([engine.expected["r", site, before, p] for p in wanted]))
+
+
+def test_reduced_rows_have_a_shape_of_their_own() -> None:
+    engine = Engine()
+    engine.admit("r", Spec(takes=(Take(*SITES[0], ((0, None),)),), reduce=Reduce(k=2)))
+    engine.step(("r", 4, 0))
+    (found,) = held_of(engine.courier, "r", 1, SITES, SHAPES)
+    assert (found[4], found[5], len(found[6])) == ([4], "float32", 3 * 4 * 4)  # two values and their places, of three rows

@@ -203,3 +203,20 @@ def test_random_steps_decide_what_a_search_over_all_rows_says(seed: int) -> None
     for name, gates in requests.items():
         for i, gate in enumerate(gates):
             assert device.opens(name, i) == decided(gate, values[i], ids), (name, gate)
+
+
+def test_decisions_are_counted_once_their_request_has_ended() -> None:
+    device, spec = Device(), Spec((), (), (Gate("mean", 0.5, 0, 3), Gate("row"), Gate("token", 0.0, 0, 0, (7,))))
+    for name in "abc":
+        device.gates.take(name, spec)
+    device.step(("a", 3, 0), measured=everywhere([1.0] * 3), ids=[7, 0, 0])  # both open
+    device.step(("b", 3, 0), measured=everywhere([0.0] * 3), ids=[0, 0, 0])  # neither
+    device.step(("c", 2, 0), measured=everywhere([1.0] * 2), ids=[0, 7])  # the second; the first is not decided yet
+    assert device.gates.decisions() == (0, 0)
+    for name, found in zip("abc", [(2, 0), (2, 2), (3, 2)]):
+        device.gates.release(name)
+        device.gates.release(name)
+        assert device.gates.decisions() == found
+    device.gates.take("d", spec)  # in a slot that was used
+    device.gates.release("d")
+    assert device.gates.decisions() == (3, 3)

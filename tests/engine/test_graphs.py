@@ -5,10 +5,11 @@ import gc
 
 import pytest
 import torch
-from programs import ADDITION, ROWS, Case, make
+from programs import ADDITION, NOTHING, ROWS, Case, chain, make
 
 from mia_lab.engine import graphs
 from mia_lab.engine.graphs import TappedGraph
+from mia_lab.kernels.read import read_
 from mia_lab.kernels.tap import tap_
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +67,7 @@ def test_the_taps_are_gone_from_the_copy() -> None:
     model = Model()
     model.replayed()
     whole = graphs._nodes(graphs.ctypes.c_void_p(model.graph.raw_cuda_graph()))
-    assert sum(graphs._index_of(node) is not None for node in whole) == SITES
+    assert sum(bool(graphs._indices_of(node)) for node in whole) == SITES
     assert len(whole) == 1 + 3 * SITES  # the variants left the captured graph as it was
 
 
@@ -101,3 +102,19 @@ def test_a_graph_that_is_let_go_frees_its_copies() -> None:
     del model
     gc.collect()
     assert not held
+
+
+def test_a_kernel_that_reads_for_several_sites_stays_while_one_of_them_is_needed() -> None:
+    case, index, offsets = chain(make(64, residual=False), 3)
+    case, index, offsets = case.copy("cuda"), [t.cuda() for t in index], [t.cuda() for t in offsets]
+    args = [case.x] * 3, case.rows, index, offsets, case.arena
+    read_(*args, wide=False)
+    whole, needed = case.arena.clone(), frozenset({1})
+    graph = TappedGraph({table.data_ptr(): site for site, table in enumerate(index)}, lambda: needed)
+    with torch.cuda.graph(graph):
+        read_(*args, wide=False)
+    for needed in (frozenset({1}), frozenset(), frozenset({0, 2}), frozenset({17})):
+        case.arena.fill_(NOTHING)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(case.arena, whole if needed & {0, 1, 2} else torch.full_like(whole, NOTHING)), needed

@@ -18,6 +18,7 @@ from mia_lab.engine.router import Router, Step
 from mia_lab.engine.tables import Tables
 from mia_lab.engine.wire import KEY, Gate, Spec, Take, Term, encode
 from mia_lab.kernels import program as P
+from mia_lab.kernels.tap import asleep, unedited
 
 SITES = [("resid_post", 0), ("mlp_out", 1), ("resid_post", 1)]
 WIDTH, TOKENS, ROOM = 2, 24, 8  # a captured row of 2 values takes the room of 8
@@ -82,9 +83,11 @@ def check(router: Router, step: Step | None, batch: Batch, live: dict[str, Reque
                 if inside(term.spans, position):
                     expected[SITES.index(term.site)].append((VECTORS[term.write][0].tolist(), term.coeff))
             assert listed(tables, program) == expected, (req_id, position)
+            assert not noted(tables, unedited) & {site for site in range(len(SITES)) if expected[site]}, (req_id, position)
             if program >= 0 and any(term.rate for term in spec.terms):
                 assert at == position, (req_id, position)
             entries = tuple(sorted((SITES.index(t.site), t.before) for t in spec.takes if inside(t.spans, position)))
+            assert not noted(tables, asleep) & {site for site in range(len(SITES)) if expected[site] or (site, False) in entries}
             if entries:
                 assert tables.offsets[:, plan].tolist() == [
                     [entries.index((site, before)) * ROOM if (site, before) in entries else -1 for before in (True, False)]
@@ -95,6 +98,11 @@ def check(router: Router, step: Step | None, batch: Batch, live: dict[str, Reque
             row += 1
     assert (tables.rows[row:] == -1).all()
     check_step(router, step, taken)
+
+
+def noted(tables: Tables, some: set[int]) -> set[int]:
+    """The sites whose index tables are in a set of addresses."""
+    return {site for site in range(len(SITES)) if tables.index[site].data_ptr() in some}
 
 
 def listed(tables: Tables, program: int) -> list[list[tuple]]:
@@ -136,6 +144,17 @@ def test_while_nobody_asks_for_anything_nothing_is_written() -> None:
     assert route(router, [("plain", 5, 0), ("unknown", 2, 3)]) is None
     router.neutralise()
     assert tables.rows._version == before
+
+
+def test_taps_are_told_where_rows_are_edited_and_where_nothing_is_done() -> None:
+    tables, router = lab()
+    assert noted(tables, asleep) == noted(tables, unedited) == set()  # what runs before the first request warms kernels up
+    admit(router, {"taken": Spec(takes=(take(0), take(1))), "edited": Spec(terms=(steer(site=1),)), "plain": None})
+    for batch, sleeping, never in [([("taken", 2, 0)], {2}, {0, 1, 2}), ([("taken", 1, 2), ("edited", 3, 0)], {2}, {0, 2}),
+                                   ([("edited", 1, 3)], {0, 2}, {0, 2}), ([("taken", 1, 3)], {2}, {0, 1, 2}),
+                                   ([("plain", 4, 0)], {0, 1, 2}, {0, 1, 2}), ([("edited", 1, 4)], {0, 2}, {0, 2})]:
+        route(router, batch)
+        assert (noted(tables, asleep), noted(tables, unedited)) == (sleeping, never), batch
 
 
 def test_rows_left_by_a_larger_batch_are_made_neutral() -> None:

@@ -385,3 +385,14 @@ def test_a_forgotten_vector_stays_in_the_bank_while_a_program_uses_it() -> None:
     t.forget("never known")
     assert t.take_program(program) == place
     assert contents(t, place) == meant(program)
+
+
+def test_a_forgotten_vector_moves_with_the_program_that_uses_it() -> None:
+    t = tables(terms=4, bank_rows=8)
+    gone, kept, after = adds((0, "b", 1.0)), adds((0, "a", 1.0)), adds((0, "c", 1.0), (1, "d", 1.0), (2, "e", 1.0))
+    t.take_program(gone)
+    place = t.take_program(kept)
+    t.give_program(gone)
+    t.forget("a")
+    assert contents(t, t.take_program(after)) == meant(after)  # no three terms in a row were free
+    assert contents(t, place) == meant(kept)

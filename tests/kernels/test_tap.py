@@ -3,12 +3,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import programs
 import pytest
 import torch
-from programs import ADDITION, ALL, DTYPES, EMPTY, NOTHING, OPS, ORIGIN, READS, ROWS, WIDTHS, Case, make, on_gpu, same, term
+from programs import ADDITION, ALL, DTYPES, EMPTY, NOTHING, OPS, ORIGIN, READS, ROWS, WIDTHS, Case, captured, make, on_gpu, same, term
 
 from mia_lab.kernels import program as P
-from mia_lab.kernels.tap import read_, read_cuda, read_reference, tap_, tap_cuda, tap_reference
+from mia_lab.kernels.tap import tap_, tap_cuda, tap_reference
 
 CONSTANT = ("rows", "index", "words", "numbers", "bank", "offsets", "opens")
 BODIES = [tap_reference, tap_, *on_gpu([tap_cuda])]
@@ -60,20 +61,6 @@ def run(case: Case, lines: range, now: torch.Tensor, row: int, position: int, sl
             now[columns] += coeff * seen[columns]
         elif op == P.RENORM:
             now *= seen.norm() / now.norm()
-
-
-def captured(before: Case, after: Case, wide: bool = False) -> torch.Tensor:
-    """The arena that the rows' values before and after the edits make, to the bit."""
-    arena, d = before.arena.clone(), before.x.shape[-1]
-    target, ratio = (arena.view(torch.float32), 4 // arena.element_size()) if wide else (arena, 1)
-    for row in range(len(before.x)):
-        plan, base = before.rows[row, P.PLAN], before.rows[row, P.BASE]
-        for side, x in enumerate((before.x, after.x)):
-            if plan >= 0 and before.offsets[plan, side] >= 0:
-                value = x[row].float() if before.residual is None else x[row].float() + before.residual[row].float()
-                start = int(base + before.offsets[plan, side]) // ratio
-                target[start : start + d] = value.to(target.dtype)
-    return arena
 
 
 def check(found: Case, before: Case, expected: Case) -> None:
@@ -222,6 +209,33 @@ def test_a_row_s_gate_sees_what_an_earlier_term_measured() -> None:
     assert stepwise(first, second, edit, measure=9.0) == [4.0, 5.0]  # 1 + 1
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", ["cpu", *on_gpu(["cuda"])])
+def test_a_site_that_is_noted_as_unedited_only_captures(device: str, dtype: torch.dtype, noting: Callable) -> None:
+    before = make(640, dtype)
+    found = before.copy(device)
+    noting([found.index])
+    tap_(*found.args)
+    found = found.copy()
+    assert same(found.x, before.x) and same(found.measures, before.measures)
+    assert same(found.arena, captured(before, before)) and not same(found.arena, before.arena)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rows_that_crowd_are_done_as_few_are(width: int, dtype: torch.dtype) -> None:
+    few = make(width, dtype)
+    many = programs.crowd(few, 20).copy("cuda")
+    few = few.copy("cuda")
+    tap_cuda(*few.args)
+    tap_cuda(*many.args)
+    few, many = few.copy(), many.copy()
+    close = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2**-7, atol=1e-5)
+    torch.testing.assert_close(many.x, few.x.repeat(20, 1), **close)
+    torch.testing.assert_close(many.arena, few.arena.repeat(20), **close)
+
+
 @pytest.mark.parametrize("body", BODIES)
 def test_leading_axes_are_rows(body: Callable) -> None:
     flat, deep = make(64), make(64)
@@ -232,42 +246,18 @@ def test_leading_axes_are_rows(body: Callable) -> None:
 
 def test_a_residual_may_be_a_slice_of_wider_rows() -> None:
     dense, strided = make(), make()
-    strided.residual = wider(dense.residual)
+    strided.residual = programs.wider(dense.residual)
     assert not strided.residual.is_contiguous()
     tap_reference(*dense.args)
     tap_reference(*strided.args)
     assert torch.equal(strided.arena, dense.arena) and torch.equal(strided.x, dense.x)
 
 
-def wider(rows: torch.Tensor) -> torch.Tensor:
-    """The same values as a view of rows that go on."""
-    return torch.cat([rows, torch.full_like(rows, float("nan"))], 1)[:, : rows.shape[1]]
-
-
-@pytest.mark.parametrize("width", [8, *on_gpu(WIDTHS)])
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("body", [read_reference, read_, *on_gpu([read_cuda])])
-def test_reading_captures_both_sides_and_edits_nothing(body: Callable, dtype: torch.dtype, wide: bool, width: int) -> None:
-    before = make(width, dtype, residual=False)
-    if wide:
-        before.x = before.x.float() + 2**-20  # more than a bfloat16 holds
-    found = before.copy("cuda" if body is read_cuda else "cpu")
-    found.x = wider(found.x)
-    body(*found.args, wide=wide)
-    found = found.copy()
-    assert same(found.arena, captured(before, before, wide)) and not same(found.arena, before.arena)
-    for name in ("x", "measures", *CONSTANT):
-        assert same(getattr(found, name), getattr(before, name)), name
-
-
-def test_the_operators_are_declared_as_what_they_do() -> None:
+def test_the_operator_is_declared_as_what_it_does() -> None:
     for residual in (True, False):
         case = make(residual=residual)
         case.bank.nan_to_num_()
         torch.library.opcheck(tap_, case.args, test_utils=("test_schema", "test_faketensor"))
-    for wide in (True, False):
-        torch.library.opcheck(read_, case.args, dict(wide=wide), test_utils=("test_schema", "test_faketensor"))
 
 
 # -- CUDA -------------------------------------------------------------------------------------------------------------
@@ -282,7 +272,7 @@ def test_the_triton_body_does_what_the_reference_does(width: int, dtype: torch.d
         expected = make(width, dtype, residual != "none", seed)
         found, before = expected.copy("cuda"), expected.copy()
         if residual == "strided":
-            found.residual = wider(found.residual)
+            found.residual = programs.wider(found.residual)
         tap_reference(*expected.args)
         tap_cuda(*found.args)
         check(found.copy(), before, expected)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -91,9 +92,10 @@ def run(session: Session, jobs: Sequence[Job], takes: Callable[[Job], list[Take]
                 continue
             source, over = EngineRows(session._engine, uids), []
             try:
-                for moved in session._engine.steps(read.ids, sampling):
-                    over += [i for i, _ in moved]
-                    tally.add([output for _, output in moved])
+                with closing(session._engine.steps(read.ids, sampling)) as steps:
+                    for moved in steps:
+                        over += [i for i, _ in moved]
+                        tally.add([output for _, output in moved])
             finally:
                 if over:
                     keep(source, over, low)

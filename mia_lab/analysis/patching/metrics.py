@@ -70,7 +70,7 @@ class Judge:
         self._source = EngineRows(session._engine, [])
         asked = [] if callable(metric) else [getattr(metric, field.name) for field in fields(metric)]
         self.ids = [self._ids(token, n_prompts) for token in asked]  # [role][prompt]
-        self.cap: float | None = getattr(session._engine.config.model_config.hf_text_config, "final_logit_softcapping", None)
+        self.cap: float | None = session._engine.settings.soft_cap
         self._read = None if normed or not isinstance(metric, LogitDiff) else self._readout(sorted({t for ids in self.ids for t in ids}))
 
     @property
@@ -142,7 +142,7 @@ class Judge:
         if len(listed) != n_prompts:
             raise EditError(f"give one token, or one for each of the {n_prompts} prompts; these are {len(listed)}")
         ids = [self._source.token_id(token) if isinstance(token, str) else int(token) for token in listed]
-        vocab = self._session._engine.config.model_config.get_vocab_size()
+        vocab = self._session._engine.settings.d_vocab
         if any(not 0 <= t < vocab for t in ids):
             raise PromptError(f"there is no token {next(t for t in ids if not 0 <= t < vocab)}; the model has 0 to {vocab - 1}")
         return ids

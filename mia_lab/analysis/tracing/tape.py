@@ -126,7 +126,7 @@ class Tape:
 
     def _row(self, point: Point) -> tuple[int, ...]:
         if point.kind == "logits":
-            return (self.session._engine.config.model_config.get_vocab_size(),)
+            return (self.session._engine.settings.d_vocab,)
         return self.session._engine.shapes[point]
 
     def _prompts(self, index: Index) -> list[int]:

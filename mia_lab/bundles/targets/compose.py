@@ -9,10 +9,8 @@ from ...errors import BundleError
 from .. import folder
 from ..bundle import Bundle
 from . import files
-from .engine_config import config_yaml
-from .kubernetes import CONFIG
-
-BUNDLES = "/etc/mia_lab/bundles"
+from .engine_config import FOLDER, config_yaml
+from .kubernetes import CONFIG, bundle_key
 
 
 def export_to(edits: Sequence[Edit], path: Path, *, bos: str | None = None, model: str = "") -> Path:
@@ -25,8 +23,8 @@ def export_to(edits: Sequence[Edit], path: Path, *, bos: str | None = None, mode
     base = path.parent.resolve()
     named = f"./{source.relative_to(base)}" if source.is_relative_to(base) else str(source)
     service = {"image": "${MIA_LAB_IMAGE:?name an image with vllm and mia_lab}", "entrypoint": ["vllm", "serve"],
-               "command": ["--config", f"/etc/mia_lab/{CONFIG}", "--host", "0.0.0.0"], "ports": ["8000:8000"], "ipc": "host",
-               "configs": [{"source": "vllm", "target": f"/etc/mia_lab/{CONFIG}"}],
-               "volumes": [f"{named}:{BUNDLES}/{source.name}:ro"]}
+               "command": ["--config", f"{FOLDER}/{CONFIG}", "--host", "0.0.0.0"], "ports": ["8000:8000"], "ipc": "host",
+               "configs": [{"source": "vllm", "target": f"{FOLDER}/{CONFIG}"}],
+               "volumes": [f"{named}:{FOLDER}/bundles/{bundle_key(source)}:ro"]}
     said = {"services": {"vllm": service}, "configs": {"vllm": {"content": config.replace("$", "$$")}}}
     return files.write(path, files.yaml().safe_dump(said, sort_keys=False, allow_unicode=True, width=120).encode())

@@ -1,6 +1,6 @@
 """What stock vLLM needs to run edits with this plugin: the points that they read and write, for `vllm serve --config FILE.yaml`.
 
-It declares points and kinds of edit, no edit: these travel with requests or lie in bundles. So it is written and not read.
+It declares points and kinds of edit, no edit: these lie in bundles, in the folder that it names. So it is written and not read.
 """
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...declare import needed
 from ...edits import Edit
 from ...engine.config import EngineOptions
 from ...engine.wire import ATTENTION, KEY
-from ...gates import Gate
 from . import files
+
+FOLDER = "/etc/mia_lab"  # of serve.toml and bundles/
 
 
 def export_to(edits: Sequence[Edit], path: Path, *, bos: str | None = None, model: str = "") -> Path:
@@ -30,9 +32,7 @@ def config_yaml(edits: Sequence[Edit], model: str = "") -> str:
 
 def additional(edits: Sequence[Edit]) -> dict[str, Any]:
     """The value of --additional-config. An engine whose model lacks one of the points refuses to start."""
-    points = {point for edit in edits for point in edit.steps}
-    points |= {probe.at for edit in edits if isinstance(edit.when, Gate) for probe in edit.when.probes}
-    sites = tuple((point.kind, point.layer) for point in sorted(points))
+    sites = tuple((point.kind, point.layer) for point in sorted({point for edit in edits for point in needed(edit)}))
     kinds = tuple(sorted({type(edit).__name__.lower() for edit in edits}))
     biased = 4096 if any(kind == ATTENTION for kind, _ in sites) else 0  # rows whose keys and values are kept beside the cache
-    return {KEY: EngineOptions(sites, frozenset(sites), edits=kinds, max_biased_tokens=biased).as_json()}
+    return {KEY: {"serve": FOLDER} | EngineOptions(sites, frozenset(sites), edits=kinds, max_biased_tokens=biased).as_json()}

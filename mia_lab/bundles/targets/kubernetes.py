@@ -1,4 +1,7 @@
-"""A Kubernetes ConfigMap: a bundle's zip, and the config that `vllm serve` needs for its edits, ready to be mounted."""
+"""A Kubernetes ConfigMap: a bundle's zip, and the config that `vllm serve` needs for its edits, ready to be mounted.
+
+Keys of a ConfigMap have no slashes, so the pod that mounts it says where in the server's folder each goes: a comment at the top does.
+"""
 from __future__ import annotations
 
 import base64
@@ -13,7 +16,7 @@ from ...errors import BundleError
 from .. import folder
 from ..bundle import Bundle, opened
 from . import files
-from .engine_config import config_yaml
+from .engine_config import FOLDER, config_yaml
 
 MAX_BYTES = 1 << 20  # of a ConfigMap, which the cluster keeps in its database
 CONFIG = "vllm.yaml"
@@ -29,9 +32,11 @@ def export_to(edits: Sequence[Edit], path: Path, *, bos: str | None = None, mode
     if len(packed) + len(config) > MAX_BYTES:
         raise BundleError(f"the bundle takes {len(packed)} bytes, and a ConfigMap {MAX_BYTES}. Put it on a volume and push it there: "
                           f"mia-lab push-dir {edits.path} DIR")
+    key = bundle_key(Path(f"{name}.steer.zip"))
     said = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": label(name), "labels": {"app.kubernetes.io/part-of": "mia-lab"}},
-            "data": {CONFIG: config}, "binaryData": {f"{_key(name)}.steer.zip": packed}}
-    return files.write(path, files.yaml().safe_dump(said, sort_keys=False, allow_unicode=True, width=120).encode())
+            "data": {CONFIG: config}, "binaryData": {key: packed}}
+    text = _mount(label(name), key) + files.yaml().safe_dump(said, sort_keys=False, allow_unicode=True, width=120)
+    return files.write(path, text.encode())
 
 
 def import_from(path: Path) -> Bundle:
@@ -57,9 +62,18 @@ def bundle_name(path: Path) -> str:
     return path.name.removesuffix(".zip").removesuffix(".steer")
 
 
-def _key(name: str) -> str:
-    """A name as a ConfigMap takes it for a file: letters, digits, dashes, dots and underscores."""
-    return re.sub(r"[^-._a-zA-Z0-9]+", "-", name)[:200]
+def bundle_key(path: Path) -> str:
+    """A bundle's file name, of letters, digits, dashes, dots and underscores, as a server and a ConfigMap take it."""
+    name = re.sub(r"[^-._a-zA-Z0-9]+", "-", bundle_name(path)).lstrip("-._")[:64] or "bundle"
+    return f"{name}.steer{'.zip' if path.suffix == '.zip' else ''}"
+
+
+def _mount(name: str, key: str) -> str:
+    """What a pod's spec says, to have the config and the bundle where the server looks for them."""
+    items = f"[{{key: {CONFIG}, path: {CONFIG}}}, {{key: {key}, path: bundles/{key}}}]"
+    return (f"# In the pod, whose command is: vllm serve --config {FOLDER}/{CONFIG}\n"
+            f"#   volumes: [{{name: mia-lab, configMap: {{name: {name}, items: {items}}}}}]\n"
+            f"#   containers: [{{..., volumeMounts: [{{name: mia-lab, mountPath: {FOLDER}, readOnly: true}}]}}]\n")
 
 
 def label(name: str) -> str:
