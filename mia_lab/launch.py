@@ -39,8 +39,11 @@ _in_this_process: weakref.WeakSet = weakref.WeakSet()  # LLMs that share this pr
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
+    from vllm import envs
+
     before = {key: os.environ.get(key) for key in values}
     os.environ.update(values)
+    envs.disable_envs_cache()  # an engine that is there already had vLLM remember what held when it began
     try:
         yield
     finally:
@@ -71,7 +74,7 @@ def _set_defaults() -> None:
 def bare_engine(model: str, options: dict[str, Any]) -> Any:
     """Return a vLLM LLM without taps, in this process."""
     _set_defaults()
-    with _environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}), logs.quiet():
+    with logs.quiet(), _environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
         from vllm import LLM
 
         llm = LLM(model=model, **options)

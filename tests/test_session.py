@@ -372,18 +372,21 @@ def test_a_missing_point_of_the_architecture_is_refused(open_tiny: Callable[...,
         open_tiny("cohere", points=["resid_mid"], max_model_len=64, enforce_eager=True)
 
 
-def test_a_separate_process_gives_the_same_rows(open_tiny: Callable[..., Any]) -> None:
+def test_a_separate_process_gives_the_same_rows(models: Path, open_tiny: Callable[..., Any]) -> None:
     options = dict(points=["resid_post", "mlp_out"], max_model_len=64, enforce_eager=True)
     here = open_tiny("llama", **options)
     v, unit = vector(here), here.unit()
     edits = [mia.Add(v, 1.0, [1])]
     _, cache = here.run_with_cache(PROMPT, max_tokens=4, edits=edits)
     expected = cache.fetch().stack_activation("mlp_out")
-    there = open_tiny("llama", **options, in_process=False)
-    logits, cache = there.run_with_cache(PROMPT, max_tokens=4, edits=edits)
-    assert torch.allclose(cache.stack_activation("mlp_out"), expected, atol=1e-5)
-    assert torch.allclose(there.unit(), unit)
-    assert logits.argmax(-1)[0, cache.n_prompt[0] - 1] == cache.tokens[0][cache.n_prompt[0]]
+    with mia.Session(str(tiny.build("llama", models)), tokenizer=str(tiny.tokenizer(models)), dtype="float32", **options,
+                     in_process=False) as there:
+        assert there._engine.llm.llm_engine.engine_core.resources is not None  # vLLM's own, of a process beside this one
+        logits, cache = there.run_with_cache(PROMPT, max_tokens=4, edits=edits)
+        assert torch.allclose(cache.stack_activation("mlp_out"), expected, atol=1e-5)
+        assert torch.allclose(there.unit(), unit)
+        assert logits.argmax(-1)[0, cache.n_prompt[0] - 1] == cache.tokens[0][cache.n_prompt[0]]
+    assert here.generate(PROMPT, max_tokens=2)
 
 
 def test_a_capture_that_the_host_cannot_hold_is_refused(session: mia.Session, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,19 +12,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
+    from .desk import Desk
+
 
 def attach(scheduler: Scheduler, options: EngineOptions) -> None:
     """Teach one scheduler about specs. Called once, when an engine that opted in builds it."""
-    sizes = Sizes.of(scheduler.vllm_config, options)
-    refuse_unsupported(scheduler.vllm_config, sizes)
-    cache = scheduler.vllm_config.cache_config
-    if getattr(cache, "mamba_cache_mode", "") == "align" and sizes.captured_tokens // 2 < cache.block_size and not splits_state_blocks():
-        raise UnsupportedError(f"steps of {sizes.captured_tokens // 2} captured rows are shorter than a block of states, and would never "
-                               f"be scheduled. Load with max_captured_tokens={2 * cache.block_size} or enable_prefix_caching=False")
-    desk = getattr(scheduler.vllm_config, "mia_desk", lambda: None)()
-    if desk is None or not hasattr(scheduler, "_free_request"):
-        raise UnsupportedError("this vLLM takes requests in or lets them go in an unknown way, so a wrong one could end the engine; "
-                               "load with a vLLM from 0.25.1 to 0.33")
+    sizes, desk = _fit(scheduler, options)
     cachekey.install()
     capturing: set[str] = set()
     doubled: set[str] = set()  # those of them that capture a point both before and after its edits
@@ -74,6 +67,21 @@ def attach(scheduler: Scheduler, options: EngineOptions) -> None:
         return free_request(request, *args, **kwargs)
 
     scheduler.add_request, scheduler.schedule, scheduler._free_request = add, schedule_within_arena, free
+
+
+def _fit(scheduler: Scheduler, options: EngineOptions) -> tuple[Sizes, Desk]:
+    """Return the tables' sizes and the engine's desk; UnsupportedError where this scheduler cannot be taught."""
+    sizes = Sizes.of(scheduler.vllm_config, options)
+    refuse_unsupported(scheduler.vllm_config, sizes)
+    cache = scheduler.vllm_config.cache_config
+    if getattr(cache, "mamba_cache_mode", "") == "align" and sizes.captured_tokens // 2 < cache.block_size and not splits_state_blocks():
+        raise UnsupportedError(f"steps of {sizes.captured_tokens // 2} captured rows are shorter than a block of states, and would never "
+                               f"be scheduled. Load with max_captured_tokens={2 * cache.block_size} or enable_prefix_caching=False")
+    desk = getattr(scheduler.vllm_config, "mia_desk", lambda: None)()
+    if desk is None or not hasattr(scheduler, "_free_request"):
+        raise UnsupportedError("this vLLM takes requests in or lets them go in an unknown way, so a wrong one could end the engine; "
+                               "load with a vLLM from 0.25.1 to 0.33")
+    return sizes, desk
 
 
 def _rows_ahead(request: Request) -> int:
