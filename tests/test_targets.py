@@ -359,9 +359,12 @@ def test_stock_vllm_starts_with_the_config_and_taps_the_points(models: Path, tmp
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     parser.add_argument("--config")
     args = parser.parse_args(["--config", str(mia.export(edits, tmp_path / "vllm.yaml", format="vllm", model="m"))])
+    asked = args.additional_config["mia_lab"]
+    assert asked["serve"] == "/etc/mia_lab"
     register()
+    here = {"mia_lab": asked | {"serve": str(tmp_path)}}  # that folder is the server's
     llm = bare_engine(str(tiny.build("llama", models)), dict(tokenizer=str(tiny.tokenizer(models)), dtype="float32", max_model_len=64,
-                                                             enforce_eager=True, additional_config=args.additional_config))
+                                                             enforce_eager=True, additional_config=here))
     try:
         assert sorted(map(tuple, llm.collective_rpc("mia_describe")[0]["sites"])) == [("attn_out", 2), ("resid_post", 1)]
     finally:

@@ -29,7 +29,7 @@ class Sharing:
     def __init__(self, service: Service) -> None:
         self._service, self._reading = service, asyncio.Lock()
         self.catalogue: Catalogue = None  # type: ignore[assignment]  # nothing is served before `start`
-        self._tag = ""
+        self._tag = self._missed = ""  # what is adopted; what was last wanted and could not be found
         self.state: dict[str, Any] = {}  # of the last beat
 
     async def start(self) -> None:
@@ -86,6 +86,10 @@ class Sharing:
                 found = await self._read()
                 if found.digest == digest_of(wanted):
                     self._adopt(found, wanted)
+                elif self._missed != wanted:
+                    self._missed = wanted
+                    _log.warning("mia_lab reads catalogue %s in %s, where %s is wanted; it goes on with %s until these agree", found.digest,
+                                 self._service.folder, digest_of(wanted), self.catalogue.digest)
 
     async def _read(self) -> Catalogue:
         return await asyncio.to_thread(Catalogue.read, self._service.folder, self._service.model_facts, self.catalogue)
