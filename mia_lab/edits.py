@@ -76,6 +76,11 @@ class Edit:
         return dict(self._steps)
 
     @property
+    def selectors(self) -> tuple[Selector, ...]:
+        """Where it acts, and the span that it names, where it does."""
+        return tuple(one for one in (self.where, getattr(self, "span", None)) if one is not None)
+
+    @property
     def first(self) -> int | None:
         """For aligned rows, the position of the first; else None."""
         return None

@@ -98,7 +98,7 @@ class Submitter:
         compiled: dict[tuple, Compiled] = {}  # requests that ask the same are compiled once
         built: dict[tuple, Spec] = {}  # and share one spec: comparing hundreds of captured points anew takes longer
         for i, ids in enumerate(read.ids):
-            selectors = [s for edit in edits[i] for s in (edit.where, getattr(edit, "span", None)) if s is not None]
+            selectors = [one for edit in edits[i] for one in edit.selectors]
             text = (tuple(ids), id(read.messages[i])) if any(s.reads_text for s in selectors) else ()
             key = tuple(map(id, edits[i])), len(ids), has_bos(self._engine.tokenizer, ids), text
             if key not in compiled:

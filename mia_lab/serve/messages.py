@@ -23,7 +23,7 @@ Receive = Callable[[], Awaitable[Any]]
 def wanted(catalogue: Catalogue) -> bool:
     """Whether any edit that is served acts on the tokens of a role."""
     edits = [edit for served in catalogue.bundles.values() for edit in served.bundle]
-    return any(_of_role(where) for edit in edits for where in (edit.where, getattr(edit, "span", None)) if where is not None)
+    return any(_of_role(where) for edit in edits for where in edit.selectors)
 
 
 def overheard(receive: Receive, call: Call, chat: bool = True) -> Receive:

@@ -183,7 +183,7 @@ class Compiler:
         self._kept: OrderedDict[tuple, tuple[Compiled, tuple[Edit, ...]]] = OrderedDict()  # with the edits, whose ids name them
 
     def __call__(self, edits: tuple[Edit, ...], prompt: Context) -> Compiled:
-        selectors = [s for edit in edits for s in (edit.where, getattr(edit, "span", None)) if s is not None]
+        selectors = [one for edit in edits for one in edit.selectors]
         text = (tuple(prompt.ids), repr(prompt.messages)) if any(s.reads_text for s in selectors) else ()
         key = tuple(map(id, edits)), prompt.n, prompt.has_bos, text
         if key not in self._kept:
