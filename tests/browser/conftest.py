@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 CHROMIUM = "/usr/bin/chromium"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def chromium() -> Iterator[Browser]:
     """Debian's Chromium, headless."""
     from playwright.sync_api import sync_playwright
@@ -26,7 +26,7 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """A JupyterLab server with a token, on a port of its own."""
     from browser.lab import Lab
@@ -36,7 +36,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     server.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def notebook(lab: Lab, chromium: Browser) -> Notebook:
     """The notebook of all views."""
     from gallery import EXAMPLES
