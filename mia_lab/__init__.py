@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
 
 def load_ipython_extension(shell: Any) -> None:
     """`%load_ext mia_lab` gives a notebook the cell magic `%%steer`."""
-    from .magic import Steering
+    from .notebook.magic import Steering
 
     shell.register_magics(Steering)
 

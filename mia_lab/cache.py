@@ -206,7 +206,7 @@ class ActivationCache(Components):
                 f"  {human_bytes(self.nbytes)} held, {human_bytes(self.nbytes_fetched)} fetched")
 
     def _repr_html_(self) -> str:
-        from .cards import as_html, cache_card
+        from .notebook.cards import as_html, cache_card
 
         return as_html(cache_card(self))
 
@@ -254,6 +254,6 @@ class PromptView:
                 f"({batch.n_prompt[self._index]} of the prompt), {len(self._cache)} tensors")
 
     def _repr_html_(self) -> str:
-        from .cards import as_html, prompt_card
+        from .notebook.cards import as_html, prompt_card
 
         return as_html(prompt_card(self._cache, self._index))

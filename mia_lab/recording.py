@@ -22,13 +22,13 @@ from .counted import counted
 from .edits import Edit
 from .engine.wire import Take, encode
 from .errors import EditError, MiaError, MissingRowsError, PointError, PromptError
-from .launch import EngineRows
 from .points import DERIVED, Point, kind_of
 from .prompts import Prompts
-from .reading import asked_points, positions_at
+from .running.launch import EngineRows
+from .running.reading import asked_points, positions_at
+from .running.submit import per_prompt
 from .selectors import merge
 from .shown import progress_bar
-from .submit import per_prompt
 
 if TYPE_CHECKING:
     from .session import Session

@@ -12,33 +12,33 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import logs
 from . import prompts as prompts_
 from .analyses import Analyses
 from .cache import ActivationCache, Batch
-from .compile import Model
-from .declare import EDIT_KINDS, declare
 from .edits import Add, Edit
 from .engine.config import EngineOptions, Sizes, refuse_unsupported
 from .engine.wire import ATTENTION, Reduce, Take
-from .engine_like import EngineLike
 from .errors import EditError, MiaError
-from .launch import Engine, EngineRows, read_config
 from .lazy import LazyTensor
 from .models import resolve
-from .panels import Panels
+from .notebook.panels import Panels
+from .notebook.views import Views
 from .points import Point, select
 from .prompts import Prompts
+from .running import logs
+from .running.compile import Model
+from .running.declare import EDIT_KINDS, declare
+from .running.engine_like import EngineLike
+from .running.launch import Engine, EngineRows, read_config
+from .running.submit import Submitter, has_bos, per_prompt
 from .selectors import Context
-from .submit import Submitter, has_bos, per_prompt
-from .views import Views
 
 if TYPE_CHECKING:
     from .analysis.vectors import Vector
-    from .point_table import PointTable
-    from .proof import Verdict
+    from .notebook.point_table import PointTable
     from .recording import Recording
-    from .watching import Moment
+    from .running.proof import Verdict
+    from .running.watching import Moment
 
 
 class Session(Analyses, Views, Panels):
@@ -92,7 +92,7 @@ class Session(Analyses, Views, Panels):
         self._dialect = dict(sandwich=facts["sandwich"], rotary=settings.rotary)
 
     def _prove(self) -> None:
-        from .proof import prove
+        from .running.proof import prove
 
         try:
             self.proof = prove(self)
@@ -163,7 +163,7 @@ class Session(Analyses, Views, Panels):
         `Project` `[... k]`, `Norm` `[...]`, `Mean` (no position axis), `TopK` and `SAE` (a pair of values and places
         `[... k]`), and for patterns `Mass` `[... head]`.
         """
-        from .reading import capture
+        from .running.reading import capture
 
         return capture(self, prompts, point, layers, at, edits, before, reduce)
 
@@ -190,7 +190,7 @@ class Session(Analyses, Views, Panels):
         Prompts run as one batch, whose moments come as they are computed. Breaking off the loop ends the generation. before: values
         before the edits at the point, not after.
         """
-        from .watching import watch
+        from .running.watching import watch
 
         return watch(self, prompts, point, layers, max_tokens, edits, before, dict(temperature=temperature, seed=seed) | sampling)
 
@@ -237,7 +237,7 @@ class Session(Analyses, Views, Panels):
 
     def points(self) -> PointTable:
         """Return a table of every point, its shape, whether it is tapped here, and what capturing a token of it costs."""
-        from .point_table import PointTable
+        from .notebook.point_table import PointTable
 
         absent = {Point(kind, layer): reason for kind, layer, reason in self._engine.facts["absent"]}
         row_bytes = lambda p: self._engine.row_bytes((p.kind, p.layer))  # noqa: E731
@@ -285,12 +285,12 @@ class Session(Analyses, Views, Panels):
         return tuple(self._points)
 
     def __repr__(self) -> str:
-        from .cards import session_text
+        from .notebook.cards import session_text
 
         return session_text(self)
 
     def _repr_html_(self) -> str:
-        from .cards import as_html, session_card
+        from .notebook.cards import as_html, session_card
 
         return as_html(session_card(self))
 

@@ -9,8 +9,8 @@ import torch
 from .errors import PromptError
 
 if TYPE_CHECKING:
-    from .engine_like import EngineLike
     from .prompts import Prompts
+    from .running.engine_like import EngineLike
 
 
 class Texts:

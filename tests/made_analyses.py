@@ -11,7 +11,7 @@ from mia_lab.bench.overhead import Facts, Figure, Row
 from mia_lab.bench.overhead_card import OverheadCard
 from mia_lab.bench.peers import PeerRow
 from mia_lab.cache import ActivationCache, Batch
-from mia_lab.point_table import PointTable
+from mia_lab.notebook.point_table import PointTable
 from mia_lab.points import Point, every
 
 TEXTS = ("<bos>", "The", " cat", " sat", "\n", " <b>", " Paris", "'\"&", " Rome", " a rather long one")

@@ -12,9 +12,9 @@ from mia_lab.analysis.vectors import Vector
 from mia_lab.bundles import folder
 from mia_lab.bundles.codec import encode
 from mia_lab.bundles.model import ModelFacts
-from mia_lab.compile import Model
-from mia_lab.declare import EDIT_KINDS
 from mia_lab.points import Point
+from mia_lab.running.compile import Model
+from mia_lab.running.declare import EDIT_KINDS
 
 D, LAYERS = 16, 4
 SAID = {"tokens": [1], "log_probabilities": [-0.5]}

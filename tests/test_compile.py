@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import mia_lab as mia
-from mia_lab.compile import Compiled, Model, check, compile_edits
 from mia_lab.edits import digest
 from mia_lab.engine.wire import MAX_GATES, MAX_TERMS, Gate, Spec, Term, decode, encode
 from mia_lab.errors import EditError
 from mia_lab.points import Point
+from mia_lab.running.compile import Compiled, Model, check, compile_edits
 from mia_lab.selectors import Context
 
 D, LAYERS = 6, 4

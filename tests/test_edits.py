@@ -15,7 +15,6 @@ from parity import formulas
 
 import mia_lab as mia
 from mia_lab.analysis.vectors import Vector
-from mia_lab.compile import Compiled, Model, compile_edits
 from mia_lab.edits import digest
 from mia_lab.engine.claims import Claims
 from mia_lab.engine.config import Sizes
@@ -26,6 +25,7 @@ from mia_lab.errors import EditError, PointError
 from mia_lab.kernels.tap import tap_reference
 from mia_lab.lazy import LazyTensor
 from mia_lab.points import Point
+from mia_lab.running.compile import Compiled, Model, compile_edits
 from mia_lab.selectors import Context
 
 D, LAYERS, TOTAL = 6, 4, 8  # rows of six values; z has two heads of three

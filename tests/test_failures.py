@@ -12,8 +12,8 @@ import pytest
 import tiny
 
 import mia_lab as mia
-from mia_lab import failures, logs
 from mia_lab.errors import ClosedError, EngineError, PointError, UnsupportedError
+from mia_lab.running import failures, logs
 
 PREFIX = "(EngineCore pid=12) "
 STAMP = "\x1b[0;36m(EngineCore pid=12)\x1b[0;0m ERROR 11-30 06:47:01 [core.py:1100] "

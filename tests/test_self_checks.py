@@ -17,7 +17,6 @@ from torch.nn.functional import cosine_similarity, normalize
 import mia_lab as mia
 from mia_lab.analysis.fitting import METHODS, lat, mean_difference, pca
 from mia_lab.analysis.judging import auroc
-from mia_lab.compile import Model, compile_edits
 from mia_lab.engine.claims import Claims
 from mia_lab.engine.config import Sizes
 from mia_lab.engine.router import Router
@@ -27,6 +26,7 @@ from mia_lab.kernels import program as P
 from mia_lab.kernels.bias import bias_reference
 from mia_lab.kernels.tap import tap_reference
 from mia_lab.points import Point
+from mia_lab.running.compile import Model, compile_edits
 from mia_lab.selectors import Context
 
 D, N = 64, 40

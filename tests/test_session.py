@@ -298,7 +298,7 @@ def test_edits_that_the_tables_cannot_hold_are_refused_whole(session: mia.Sessio
 
 
 def test_vectors_are_let_go_when_there_are_many(session: mia.Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mia_lab import launch
+    from mia_lab.running import launch
 
     monkeypatch.setattr(launch, "_VECTOR_BYTES", 4 * session.d_model * 3)
     base = session.capture(PROMPT, layers=1)

@@ -26,7 +26,7 @@ from mia_lab.bundles.targets.kubernetes import bundle_key
 from mia_lab.engine.config import EngineOptions
 from mia_lab.engine.plugin import register
 from mia_lab.errors import BundleError, EditError
-from mia_lab.launch import bare_engine, close_engine
+from mia_lab.running.launch import bare_engine, close_engine
 
 D = 16
 

@@ -12,8 +12,8 @@ import torch
 from mia_lab.edits import Edit
 from mia_lab.engine.wire import Take
 from mia_lab.errors import MissingRowsError
-from mia_lab.launch import EngineRows
-from mia_lab.turns import Stopped
+from mia_lab.running.launch import EngineRows
+from mia_lab.running.turns import Stopped
 
 if TYPE_CHECKING:
     from mia_lab.session import Session

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mia_lab.turns import Stopped
+from mia_lab.running.turns import Stopped
 
 if TYPE_CHECKING:
     from mia_lab.session import Session

@@ -11,7 +11,7 @@ from ..counted import counted
 from ..directions import whole
 from ..errors import MissingRowsError, PointError, PromptError
 from ..points import Point
-from ..reading import asked_points, positions_at
+from ..running.reading import asked_points, positions_at
 from ..shown import Shown
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import EditError
 from ..points import DERIVED, kind_of
-from ..reading import asked_points
+from ..running.reading import asked_points
 from ..shown import Shown
 from .fitting import mean_difference
 from .pairs import Pairs

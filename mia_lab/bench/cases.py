@@ -11,11 +11,11 @@ import torch
 from ..edits import Add, Edit
 from ..engine.wire import Take
 from ..errors import ProofError
-from ..launch import EngineRows
 from ..points import Point
 from ..prompts import Prompts
+from ..running.launch import EngineRows
+from ..running.submit import per_prompt
 from ..session import Session
-from ..submit import per_prompt
 from .drive import Run, drive
 
 _FAR = 300.0  # times the stream's length: so far along a direction that only it decides the next token

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..launch import bare_engine, close_engine
+from ..running.launch import bare_engine, close_engine
 from ..session import Session
 from .cases import Case, Work, cases
 from .drive import METRICS, Run, drive

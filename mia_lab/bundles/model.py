@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ..compile import Model
 from ..errors import BundleError
 from ..points import Point
+from ..running.compile import Model
 from .folder import Contents
 from .golden import tokenizer_hash
 

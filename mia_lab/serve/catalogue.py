@@ -18,12 +18,12 @@ from ..bundles.bundle import Bundle, of_files
 from ..bundles.folder import NAME
 from ..bundles.model import ModelFacts, bounded, check_model
 from ..bundles.signing import public_key
-from ..compile import check, compile_edits
-from ..declare import needed
 from ..edits import Add, Edit
 from ..engine.wire import Spec, encode
 from ..errors import EditError, MiaError
 from ..points import Point
+from ..running.compile import check, compile_edits
+from ..running.declare import needed
 from ..selectors import Context
 from .disk import Disk
 from .policy import MAX_BYTES, Policy, PolicyError

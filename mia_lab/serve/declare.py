@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from ..bundles.bundle import of_files
 from ..bundles.folder import Contents
 from ..bundles.model import bounded
-from ..declare import BIAS, EDIT_KINDS, declare, needed
 from ..edits import Edit
 from ..engine.config import EngineOptions, width_of
 from ..engine.wire import ATTENTION
 from ..errors import BundleError, MiaError, PointError
 from ..points import KINDS, every
+from ..running.declare import BIAS, EDIT_KINDS, declare, needed
 from .catalogue import bundles_in
 from .disk import Disk
 from .refusing import shown

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..compile import compile_edits
 from ..edits import Edit
 from ..engine.shared import take
 from ..engine.wire import KEY, Spec, Take, encode
 from ..points import Point
-from ..proof import Read, Subject, Trials, Verdict, proving
+from ..running.compile import compile_edits
+from ..running.proof import Read, Subject, Trials, Verdict, proving
+from ..running.submit import has_bos
 from ..selectors import Context
-from ..submit import has_bos
 
 if TYPE_CHECKING:
     from .service import Service

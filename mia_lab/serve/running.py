@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..compile import Compiled, compile_edits
 from ..edits import Edit
 from ..engine.wire import KEY, Spec, Take, encode
 from ..errors import EditError, MiaError, RoomError
+from ..running.compile import Compiled, compile_edits
+from ..running.submit import has_bos
 from ..selectors import Context
-from ..submit import has_bos
 from . import tracing
 from .asking import Label, Resolved, needs, parse, resolve, takes
 from .call import Call

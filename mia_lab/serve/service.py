@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..bundles.golden import tokenizer_hash
-from ..compile import Model
 from ..engine.room import InFlight, Room
 from ..engine.settings import Settings
 from ..engine.wire import ATTENTION, KEY
 from ..errors import MiaError
 from ..points import Point
+from ..running.compile import Model
 from . import running
 from .call import CALL, Call
 from .catalogue import Catalogue, ModelFacts

@@ -63,7 +63,7 @@ def main(model: str, tokenizer: str, kind: str) -> None:
     from parity import scenario
 
     import mia_lab as mia
-    from mia_lab.launch import bare_engine
+    from mia_lab.running.launch import bare_engine
 
     options = dict(tokenizer=tokenizer, dtype="float32", **scenario.TIGHT)
     if kind.startswith("bare"):

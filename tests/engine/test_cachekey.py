@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mia_lab as mia
-from mia_lab.compile import Model, compile_edits
 from mia_lab.engine.cachekey import block_key
 from mia_lab.engine.wire import Gate, Spec, Take, Term
 from mia_lab.points import Point
+from mia_lab.running.compile import Model, compile_edits
 from mia_lab.selectors import Context, Selector
 
 BLOCK, D, LAYERS = 4, 3, 4

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from mia_lab.launch import bare_engine, close_engine
+from mia_lab.running.launch import bare_engine, close_engine
 
 pytestmark = pytest.mark.full
 

@@ -11,9 +11,9 @@ import pytest
 import tiny
 
 import mia_lab as mia
-from mia_lab import proof
 from mia_lab.engine import cachekey, router, worker
 from mia_lab.errors import ProofError
+from mia_lab.running import proof
 from parity import scenario
 from parity.test_prefix_cache import cached_and_checked, edit, fresh_prompt
 

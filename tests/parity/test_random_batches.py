@@ -18,9 +18,9 @@ import torch
 import mia_lab as mia
 from mia_lab import selectors
 from mia_lab.engine.wire import Take
-from mia_lab.launch import EngineRows
 from mia_lab.points import Point
 from mia_lab.prompts import Prompts
+from mia_lab.running.launch import EngineRows
 from parity import reference, scenario, zoo
 
 pytestmark = pytest.mark.full

@@ -11,10 +11,10 @@ import torch
 from served import LAYERS, D, bundle, draw, vector
 
 import mia_lab as mia
-from mia_lab.declare import EDIT_KINDS, declare, needed
 from mia_lab.engine.config import EngineOptions
 from mia_lab.errors import MiaError, PointError
 from mia_lab.points import Point
+from mia_lab.running.declare import EDIT_KINDS, declare, needed
 from mia_lab.serve.declare import expand
 from mia_lab.serve.disk import DiskError
 

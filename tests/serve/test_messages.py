@@ -13,9 +13,9 @@ import torch
 import transformers
 
 import mia_lab as mia
-from mia_lab.compile import Model
 from mia_lab.errors import EditError
 from mia_lab.points import Point
+from mia_lab.running.compile import Model
 from mia_lab.selectors import Context
 from mia_lab.serve.call import Call
 from mia_lab.serve.messages import overheard, wanted

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve.conftest import OTHER, PROMPT, TOKENS, Guarded, Known
 
 from mia_lab.bundles import folder
+from serve.conftest import OTHER, PROMPT, TOKENS, Guarded, Known
 
 pytestmark = pytest.mark.full
 CAPTURE = {"capture": [{"point": "resid_post", "layers": [8], "at": "prompt"}]}

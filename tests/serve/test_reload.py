@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 
 import pytest
 from safetensors.torch import load
-from serve.conftest import PROMPT, TOKENS, Guarded, Known
-from serve.server import MODEL, xargs
 
 from mia_lab.bundles.pushing import push
+from serve.conftest import PROMPT, TOKENS, Guarded, Known
+from serve.server import MODEL, xargs
 
 pytestmark = pytest.mark.full
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mia_lab.turns import Stopped, Turns
+from mia_lab.running.turns import Stopped, Turns
 from mia_lab.widgets.engine_worker import EngineWorker, Job
 
 
@@ -84,7 +84,7 @@ def test_a_turn_is_taken_again_within_itself_and_keeps_others_out(turns: Turns) 
 
 
 def test_one_who_waits_is_told(turns: Turns, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mia_lab.turns._PATIENCE", 0.01)
+    monkeypatch.setattr("mia_lab.running.turns._PATIENCE", 0.01)
     said: list[str] = []
 
     def other() -> None:

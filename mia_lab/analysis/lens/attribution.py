@@ -13,11 +13,11 @@ import torch
 
 from ...engine.wire import Take
 from ...errors import EditError, MiaError, MissingRowsError, PointError, PromptError
-from ...launch import EngineRows
 from ...points import Point, undeclared
 from ...prompts import resolve_at
+from ...running.launch import EngineRows
+from ...running.submit import per_prompt
 from ...shown import Shown
-from ...submit import per_prompt
 
 if TYPE_CHECKING:
     from ...session import Session

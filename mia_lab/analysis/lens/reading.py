@@ -13,11 +13,11 @@ import torch
 
 from ...engine.wire import Take
 from ...errors import PointError, PromptError
-from ...launch import EngineRows
 from ...points import Point, parse, undeclared
-from ...reading import positions_at
+from ...running.launch import EngineRows
+from ...running.reading import positions_at
+from ...running.submit import per_prompt
 from ...selectors import merge
-from ...submit import per_prompt
 from .result import EMBED, LogitLens
 from .tuned import TunedLens
 

@@ -12,9 +12,9 @@ import torch
 from ...edits import Edit
 from ...engine.wire import Take
 from ...errors import EditError, MissingRowsError
-from ...launch import EngineRows
 from ...points import Point
 from ...prompts import Prompts
+from ...running.launch import EngineRows
 from .metrics import Judge
 
 if TYPE_CHECKING:

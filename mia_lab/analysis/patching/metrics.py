@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ...errors import EditError, MiaError, PromptError, UnsupportedError
-from ...launch import EngineRows
 from ...residual import Readout
+from ...running.launch import EngineRows
 
 if TYPE_CHECKING:
     from ...session import Session

@@ -16,8 +16,8 @@ import torch
 from ...edits import Edit, Replace
 from ...engine.wire import Take
 from ...errors import EditError, MissingRowsError, PointError
-from ...launch import EngineRows
 from ...points import Point, parse, select
+from ...running.launch import EngineRows
 from ...selectors import everywhere
 from ...shown import progress_bar
 from .activation import Group, Sources, asked_points, groups_of, heads_of, read_pairs, replaced, sources

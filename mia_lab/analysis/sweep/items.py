@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import EditError, PromptError
 from ...prompts import following
-from ...submit import has_bos
+from ...running.submit import has_bos
 from ..data import rows
 from ..units import neutral_text
 from .trials import Ask

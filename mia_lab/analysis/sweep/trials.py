@@ -17,11 +17,11 @@ from ...edits import Edit
 from ...engine.wire import Take
 from ...errors import EditError, MissingRowsError
 from ...gates import Gate
-from ...launch import EngineRows
 from ...points import Point
 from ...prompts import Prompts
+from ...running.launch import EngineRows
+from ...running.submit import has_bos
 from ...selectors import CONTENT, Context, Selector, everywhere, merge, window
-from ...submit import has_bos
 
 if TYPE_CHECKING:
     from vllm import RequestOutput

@@ -10,10 +10,10 @@ import torch
 from ...edits import Add, Edit, Replace, Scale
 from ...engine.wire import Take
 from ...errors import EditError, MiaError, MissingRowsError, PointError
-from ...launch import EngineRows
 from ...lazy import LazyTensor
 from ...points import DERIVED, Point, parse, undeclared
 from ...prompts import resolve_at
+from ...running.launch import EngineRows
 from ...selectors import everywhere
 from ...selectors import positions as at_positions
 from .proxies import Index, Value

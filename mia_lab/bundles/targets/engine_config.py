@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...declare import needed
 from ...edits import Edit
 from ...engine.config import EngineOptions
 from ...engine.wire import ATTENTION, KEY
+from ...running.declare import needed
 from . import files
 
 FOLDER = "/etc/mia_lab"  # of serve.toml and bundles/

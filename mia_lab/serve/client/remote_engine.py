@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ...engine.wire import decode
-from ...engine_like import EngineLike
 from ...errors import ClosedError, MiaError, PromptError, ServerError, UnsupportedError
+from ...running.engine_like import EngineLike
 from .. import batch, frames, sampling, vocabulary
 from .outputs import Output
 from .transport import Missing, Transport

@@ -5,17 +5,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .errors import MiaError
+from ..errors import MiaError
 
 if TYPE_CHECKING:
-    from .analysis.library import Library
-    from .analysis.vectors import Vector
-    from .widgets.attention import AttentionExplorer
-    from .widgets.layers import LayerExplorer
-    from .widgets.pair_editor import PairEditor
-    from .widgets.steering import SteeringPanel
-    from .widgets.sweeping import SweepLauncher
-    from .widgets.vector_library import LibraryBrowser
+    from ..analysis.library import Library
+    from ..analysis.vectors import Vector
+    from ..widgets.attention import AttentionExplorer
+    from ..widgets.layers import LayerExplorer
+    from ..widgets.pair_editor import PairEditor
+    from ..widgets.steering import SteeringPanel
+    from ..widgets.sweeping import SweepLauncher
+    from ..widgets.vector_library import LibraryBrowser
 
 
 class Panels:
@@ -58,7 +58,7 @@ class Panels:
 
         library: by default `mia.library()`.
         """
-        from .analysis.library import library as default
+        from ..analysis.library import library as default
 
         return _widgets("vector_library").LibraryBrowser(self, vector, default() if library is None else library)
 

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
-from .models import cache_dir
+from ..models import cache_dir
 
 _KEPT = 30  # log files of earlier processes
 _ASKED_FOR = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .engine.wire import Take
-from .errors import MissingRowsError, PointError
+from ..engine.wire import Take
+from ..errors import MissingRowsError, PointError
+from ..points import DERIVED, Point, kind_of, select
 from .launch import EngineRows
-from .points import DERIVED, Point, kind_of, select
 from .reading import asked_points
 from .submit import per_prompt
 
 if TYPE_CHECKING:
-    from .session import Session
+    from ..session import Session
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .analysis.attention_view import AttentionView
-    from .analysis.live import Readings
-    from .gates import Probe
+    from ..analysis.attention_view import AttentionView
+    from ..analysis.live import Readings
+    from ..gates import Probe
 
 
 class Views:
@@ -20,7 +20,7 @@ class Views:
         at: the positions whose attention is wanted, as in `capture`, by default all. Rebuilt on the device from queries and keys;
         4 bytes a layer, head, query and key are kept here. The view draws as many heads as fit in 300 kB.
         """
-        from .analysis.attention_view import attention
+        from ..analysis.attention_view import attention
 
         return attention(self, prompt, layers, heads, at, edits)
 
@@ -34,6 +34,6 @@ class Views:
         An interrupt ends the generation and keeps what is there. In a notebook the cell's output is updated some ten times a second;
         elsewhere the text runs to stdout.
         """
-        from .analysis.live import live
+        from ..analysis.live import live
 
         return live(self, prompt, probe, threshold, max_tokens, edits, dict(temperature=temperature, seed=seed) | sampling)

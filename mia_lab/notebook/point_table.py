@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .lazy import human_bytes
-from .points import KINDS, Point, ranges
-from .shown import Shown
+from ..lazy import human_bytes
+from ..points import KINDS, Point, ranges
+from ..shown import Shown
 
 if TYPE_CHECKING:
-    from .show.parts import Table
+    from ..show.parts import Table
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -42,7 +42,7 @@ class PointTable(Shown):
         return cls(tuple(rows))
 
     def _parts(self) -> list[Table]:
-        from .show.parts import Table
+        from ..show.parts import Table
 
         return [Table(tuple(self.data[0]), tuple(tuple(row.values()) for row in self.data),
                       'Points of this session; others are tapped by mia.Session(..., points=["attn_out", ("mlp_out", 3)])')]

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .edits import Ablate, Add, Affine, AttentionBias, Clamp, ClampFeature, Edit, Replace, Scale
-from .engine.wire import ATTENTION, Take
-from .errors import ProofError
+from ..edits import Ablate, Add, Affine, AttentionBias, Clamp, ClampFeature, Edit, Replace, Scale
+from ..engine.wire import ATTENTION, Take
+from ..errors import ProofError
+from ..points import STREAM, Point
+from ..prompts import Prompts
+from ..selectors import generated, prompt, window
 from .launch import EngineRows
-from .points import STREAM, Point
-from .prompts import Prompts
-from .selectors import generated, prompt, window
 
 if TYPE_CHECKING:
-    from .session import Session
+    from ..session import Session
 
 _PROMPT = 6
 _KEY = 2  # the position that an attention bias weighs

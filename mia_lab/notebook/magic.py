@@ -8,7 +8,7 @@ from typing import Any
 
 from IPython.core.magic import Magics, cell_magic, magics_class, output_can_be_silenced
 
-from .errors import EditError, MiaError
+from ..errors import EditError, MiaError
 
 _USAGE = "type for example\n%%steer v[8] 0.2\n%%steer --session s 2*v[4:12] -0.1\n%%steer mia.Ablate(v[8])\nabove the lines of a cell"
 _LINE = re.compile(r"(?:--session\s+(?P<session>\w+)\s+)?(?P<what>.+?)(?:\s+(?P<coeff>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?))?\s*")
@@ -53,7 +53,7 @@ class Steering(Magics):
 
     def _session(self, name: str | None) -> Any:
         """The session of that name, or the only open one there is."""
-        from .session import Session
+        from ..session import Session
 
         open_ = {key: value for key, value in self.shell.user_ns.items()
                  if isinstance(value, Session) and not key.startswith("_") and not value._engine.closed}

@@ -4,14 +4,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from .counted import counted
-from .lazy import human_bytes
-from .points import KINDS, ranges
+from ..counted import counted
+from ..lazy import human_bytes
+from ..points import KINDS, ranges
 
 if TYPE_CHECKING:
-    from .cache import ActivationCache, Batch
-    from .session import Session
-    from .show.parts import Part, Table
+    from ..cache import ActivationCache, Batch
+    from ..session import Session
+    from ..show.parts import Part, Table
 
 
 def session_text(session: Session) -> str:
@@ -39,7 +39,7 @@ def session_facts(session: Session) -> dict[str, str]:
 
 def session_card(session: Session) -> list[Part]:
     """Return the parts of a session's card: what runs, what acts on it now, and what to type next."""
-    from .show.parts import Prose, Table
+    from ..show.parts import Prose, Table
 
     if session._engine.closed:
         return [Prose(session_text(session))]
@@ -60,7 +60,7 @@ def session_card(session: Session) -> list[Part]:
 
 def cache_card(cache: ActivationCache) -> list[Part]:
     """Return the parts of a cache's card: a line a kind of point, and what of it is here."""
-    from .show.parts import Prose
+    from ..show.parts import Prose
 
     batch, width = cache._batch, max(cache._batch.n_positions)
     table = _points_table(cache, f"{len(cache.n_prompt)} {width}")
@@ -72,7 +72,7 @@ def cache_card(cache: ActivationCache) -> list[Part]:
 
 def prompt_card(cache: ActivationCache, index: int) -> list[Part]:
     """Return the parts of the card of one prompt of a cache."""
-    from .show.parts import Prose
+    from ..show.parts import Prose
 
     batch = cache._batch
     n, given = batch.n_positions[index], batch.n_prompt[index]
@@ -82,14 +82,14 @@ def prompt_card(cache: ActivationCache, index: int) -> list[Part]:
 
 def as_html(parts: Iterable[Part]) -> str:
     """Return parts as HTML."""
-    from .show.html import render
+    from ..show.html import render
 
     return render(*parts)
 
 
 def _points_table(cache: ActivationCache, axes: str) -> Table:
     """A line for each kind of point held: name, layers, shape in front of which `axes` stand, bytes, and how many tensors are here."""
-    from .show.parts import Table
+    from ..show.parts import Table
 
     batch, rows = cache._batch, []
     for kind in dict.fromkeys(p.kind for p in cache._points):

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
+from ..edits import Edit
+from ..engine.room import Room
+from ..engine.wire import Reduce, Spec, Take, encode
+from ..errors import EditError, PromptError
+from ..lazy import human_bytes
+from ..prompts import Prompts
+from ..selectors import Context
 from .compile import Compiled, Model, check, compile_edits
-from .edits import Edit
-from .engine.room import Room
-from .engine.wire import Reduce, Spec, Take, encode
 from .engine_like import EngineLike
-from .errors import EditError, PromptError
 from .launch import EngineRows
-from .lazy import human_bytes
-from .prompts import Prompts
-from .selectors import Context
 
 
 class Submitter:

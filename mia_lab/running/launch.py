@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
+from ..directions import digest
+from ..engine.config import EngineOptions
+from ..engine.shared import take
+from ..engine.shutdown import shut_down
+from ..engine.wire import KEY, Span
+from ..errors import ClosedError, MiaError, MissingRowsError, PromptError, named
+from ..points import Point
+from ..residual import Readout
 from . import failures, logs
-from .directions import digest
-from .engine.config import EngineOptions
-from .engine.shared import take
-from .engine.shutdown import shut_down
-from .engine.wire import KEY, Span
 from .engine_like import EngineLike
-from .errors import ClosedError, MiaError, MissingRowsError, PromptError, named
-from .points import Point
-from .residual import Readout
 from .turns import Stopped
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Engine(EngineLike):
     """One vLLM engine with taps. `in_process` keeps it in this process; otherwise vLLM starts its own."""
 
     def __init__(self, model: str, asked: EngineOptions, in_process: bool, options: dict[str, Any]) -> None:
-        from .engine.plugin import register
+        from ..engine.plugin import register
 
         super().__init__()
         register()

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from . import errors, logs
-from .errors import EngineError, MiaError
+from .. import errors
+from ..errors import EngineError, MiaError
+from . import logs
 
 _ROOM = 1500  # characters of a cause
 # What vLLM puts before each line: the process, twice where it prints through a pipe, and for its log level, time and place.

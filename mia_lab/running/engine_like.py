@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .engine.settings import Settings
-from .points import Point
+from ..engine.settings import Settings
+from ..points import Point
 from .turns import Turns
 
 

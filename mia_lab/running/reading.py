@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .engine.wire import ATTENTION, Reduce, Take
-from .errors import EditError, MissingRowsError, PointError, PromptError
+from ..engine.wire import ATTENTION, Reduce, Take
+from ..errors import EditError, MissingRowsError, PointError, PromptError
+from ..lazy import LazyTensor
+from ..points import DERIVED, Point, kind_of, parse, select
+from ..prompts import Prompts, resolve_at
+from ..reductions import Mass, Mean, Norm, Reduction, lower
+from ..selectors import Selector, merge
 from .launch import EngineRows
-from .lazy import LazyTensor
-from .points import DERIVED, Point, kind_of, parse, select
-from .prompts import Prompts, resolve_at
-from .reductions import Mass, Mean, Norm, Reduction, lower
-from .selectors import Selector, merge
 from .submit import per_prompt
 
 if TYPE_CHECKING:
-    from .session import Session
+    from ..session import Session
 
 Form = tuple[tuple[int, ...], torch.dtype]  # shape and type of one row
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .edits import Edit
-from .engine.wire import ATTENTION, Site
-from .gates import Gate
-from .points import DERIVED, KINDS, Point, every, select
+from ..edits import Edit
+from ..engine.wire import ATTENTION, Site
+from ..gates import Gate
+from ..points import DERIVED, KINDS, Point, every, select
 
 EDIT_KINDS = ("add", "ablate", "clamp", "scale", "replace", "affine", "clampfeature", "attentionbias")
 BIAS = "attentionbias"

@@ -7,13 +7,13 @@ from math import prod
 
 import torch
 
-from .edits import Edit, Step, digest
-from .engine.wire import MAX_GATES, MAX_TERMS, Span, Spec, Term, busiest, depth, segments
-from .engine.wire import Gate as WireGate
-from .errors import EditError
-from .gates import After, Gate, Probe
-from .points import Point
-from .selectors import CONTENT, ENDLESS, Context, Selector, intersect, merge
+from ..edits import Edit, Step, digest
+from ..engine.wire import MAX_GATES, MAX_TERMS, Span, Spec, Term, busiest, depth, segments
+from ..engine.wire import Gate as WireGate
+from ..errors import EditError
+from ..gates import After, Gate, Probe
+from ..points import Point
+from ..selectors import CONTENT, ENDLESS, Context, Selector, intersect, merge
 
 _OPEN = (CONTENT, Selector("everywhere"))
 
