@@ -31,8 +31,12 @@ def main(argv: list[str] | None = None) -> int:
     bench.add_argument("--layers", type=int, help="cut a shape to so many blocks")
     bench.add_argument("--alone", action="store_true", help="without the native engine, for a model that fits once: beside its idle self")
     bench.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="vLLM options for both engines")
-    bench.add_argument("--session", type=json.loads, default={}, metavar="JSON", help="Session arguments for the tapped one")
+    bench.add_argument("--session", type=json.loads, default={}, metavar="JSON", help="Session arguments for the tapped one; with --http, "
+                       "what additional_config's mia_lab has beside its folder")
     bench.add_argument("--peers", action="store_true", help="also run other tools on the same work, those that are installed")
+    bench.add_argument("--http", action="store_true", help="as clients see it: two vLLM servers, without mia_lab and with a folder of "
+                       "bundles, loaded in turn by streamed completions; steering by name, captures fetched. A step is then the time from "
+                       "token to token in a stream. Not with --alone, --peers or --profile")
     bench.add_argument("--out", type=Path, default=Path("overhead.json"), help="raw figures; a plot goes beside it")
     run = {"demo": _demo, "card": _card, "bench": _bench} | bundle_commands(commands) | server_commands(commands)
     args = parser.parse_args(argv)
@@ -59,6 +63,8 @@ def _card(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if args.http:
+        return _bench_http(args)
     from .bench import machine, peers, report
     from .bench.cases import Work
     from .bench.overhead import Pair
@@ -78,6 +84,24 @@ def _bench(args: argparse.Namespace) -> int:
                 print(report.describe_peer(found), flush=True)
         pair.close()
         report.save(args.out, about, facts, rows, others)
+    report.plot(args.out.with_suffix(".png"), rows)
+    return 0
+
+
+def _bench_http(args: argparse.Namespace) -> int:
+    from .bench import http, machine, report
+    from .bench.cases import Work
+
+    http.check(args.case, [f"--{name}" for name in ("alone", "peers", "profile") if getattr(args, name)])
+    works = [Work(batch, *args.tokens) for batch in args.batch]
+    about, rows = machine.about(), []
+    for model in args.model:
+        with http.serving(model, args.engine, works, args.layers, args.session, args.case) as servers:
+            print(f"{servers.name}\n{report.text([])}", flush=True)
+            for row in (row for work in works for row in servers.measure(work, args.rounds)):
+                rows.append(row)
+                print(report.text([row]).splitlines()[-1], flush=True)
+        report.save(args.out, about, [], rows)
     report.plot(args.out.with_suffix(".png"), rows)
     return 0
 

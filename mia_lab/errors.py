@@ -22,7 +22,7 @@ class PromptError(MiaError, ValueError):
 
 
 class RoomError(MiaError, RuntimeError):
-    """More different edits at once than the engine's tables hold; there may be room when some requests have ended."""
+    """More different edits at once than the engine's tables hold, or more captures than a server keeps; there may be room later."""
 
 
 class UnsupportedError(MiaError, RuntimeError):

@@ -4,7 +4,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 from .engine.wire import Span
@@ -27,6 +28,11 @@ class Context:
         """Tokens of the prompt."""
         return len(self.ids)
 
+    @cached_property
+    def turns(self) -> list[tuple[str, int, int]]:
+        """The role of each chat message, and where its tokens begin and end; EditError where that cannot be told."""
+        return _turns(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Selector:
@@ -45,6 +51,11 @@ class Selector:
     def reads_text(self) -> bool:
         """Whether it depends on what the prompt's tokens are, not only on how many there are."""
         return self.rule in ("tokens", "special", "span", "role") or any(isinstance(a, Selector) and a.reads_text for a in self.args)
+
+    @property
+    def reads_messages(self) -> bool:
+        """Whether it depends on which message of a chat a token belongs to."""
+        return self.rule == "role" or any(isinstance(a, Selector) and a.reads_messages for a in self.args)
 
     def __and__(self, other: Selector) -> Selector:
         return Selector("and", (self, other))
@@ -113,19 +124,41 @@ def _span(prompt: Context, text: str, occurrence: int) -> Run:
 
 
 def _role(prompt: Context, name: str) -> Run:
+    runs = [(start, stop) for role, start, stop in prompt.turns if role == name]
+    if not runs:
+        raise EditError(f"no message has the role {name!r}; there are {', '.join(sorted({role for role, *_ in prompt.turns}))}")
+    return merge(runs)
+
+
+def _turns(prompt: Context) -> list[tuple[str, int, int]]:
     if not prompt.messages:
         raise EditError("role() needs a prompt of chat messages")
-    runs, done = [], 0
-    for i, message in enumerate(prompt.messages):
-        ids = prompt.tokenizer.apply_chat_template(list(prompt.messages[: i + 1]), tokenize=True, return_dict=False)
+    beginnings = [list(prompt.messages[: i + 1]) for i in range(len(prompt.messages))]
+    ends = _ends_of_parts(prompt, beginnings) or _ends_of_beginnings(prompt, beginnings)
+    return [(message["role"], start, stop) for message, (start, stop) in zip(prompt.messages, pairwise([0, *ends]))]
+
+
+def _ends_of_parts(prompt: Context, beginnings: list[list[dict]]) -> list[int]:
+    """How many tokens a chat has after each message, from the text that the template adds with each; none where these do not make up the
+    prompt: some tokenizers make other tokens of a part than of the whole."""
+    tokenizer = prompt.tokenizer
+    texts = ["", *(tokenizer.apply_chat_template(messages, tokenize=False) for messages in beginnings)]
+    if not all(text.startswith(before) for before, text in pairwise(texts)):
+        return []
+    parts = [tokenizer.encode(text[len(before):], add_special_tokens=False) for before, text in pairwise(texts)]
+    ends = list(accumulate(map(len, parts)))
+    return ends if list(prompt.ids[: ends[-1]]) == [token for part in parts for token in part] else []
+
+
+def _ends_of_beginnings(prompt: Context, beginnings: list[list[dict]]) -> list[int]:
+    """The same, from the tokens of each beginning of the chat: seconds for a long one. EditError where the prompt begins otherwise."""
+    ends = []
+    for messages in beginnings:
+        ids = prompt.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
         if list(prompt.ids[: len(ids)]) != list(ids):
             raise EditError("this chat template rewrites earlier messages when later ones follow, so roles have no fixed tokens")
-        if message["role"] == name:
-            runs.append((done, len(ids)))
-        done = len(ids)
-    if not runs:
-        raise EditError(f"no message has the role {name!r}; there are {', '.join(sorted({m['role'] for m in prompt.messages}))}")
-    return merge(runs)
+        ends.append(len(ids))
+    return ends
 
 
 def _not(prompt: Context, inner: Selector) -> Run:

@@ -63,8 +63,9 @@ def test_other_threads_are_heard(log: Path, capfd: pytest.CaptureFixture) -> Non
 
 def test_other_threads_are_heard_in_a_terminal() -> None:
     """There, Python's own streams write to the very descriptors that lead to the log."""
-    code = ("import threading\nfrom mia_lab.running import logs\nwith logs.quiet():\n    t = threading.Thread(target=print, args=('theirs',))\n"
-            "    t.start(); t.join(); print('ours')\nprint('after'); print(logs.path().read_text(), end='')")
+    code = ("import threading\nfrom mia_lab.running import logs\nwith logs.quiet():\n"
+            "    t = threading.Thread(target=print, args=('theirs',)); t.start(); t.join(); print('ours')\n"
+            "print('after'); print(logs.path().read_text(), end='')")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "theirs\nafter\nours\n" and done.stderr == ""
 

@@ -37,9 +37,9 @@ class Words:
     def decode(self, ids: Any) -> str:
         return "".join(self.words[i] for i in ids)
 
-    def apply_chat_template(self, messages: list[dict], tokenize: bool, return_dict: bool) -> list[int]:
-        text = "".join(f"<{message['role']}>{message['content']}<end>" for message in messages)
-        return [0, *self.encode(text, add_special_tokens=False)]
+    def apply_chat_template(self, messages: list[dict], tokenize: bool, return_dict: bool = True) -> list[int] | str:
+        text = "<s>" + "".join(f"<{message['role']}>{message['content']}<end>" for message in messages)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
 WORDS = Words()
@@ -180,6 +180,38 @@ def test_a_role_is_its_messages_with_their_marks() -> None:
     assert (mia.role("bot") & ~mia.special()).spans(chat) == [(6, 7)]
     with pytest.raises(EditError, match="no message has the role 'system'; there are bot, user"):
         mia.role("system").spans(chat)
+
+
+class Bare(Words):
+    """Without marks: tokens reach from one message into the next."""
+
+    words = (*Words.words, " a", "b")
+
+    def apply_chat_template(self, messages: list[dict], tokenize: bool, return_dict: bool = True) -> list[int] | str:
+        text = "".join(message["content"] for message in messages)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+def test_a_token_that_belongs_to_two_messages_is_neithers() -> None:
+    bare, chat = Bare(), [{"role": "user", "content": "a"}, {"role": "bot", "content": " b"}, {"role": "user", "content": " ab"}]
+    whole = Context(bare.apply_chat_template(chat, tokenize=True), False, bare, chat)
+    assert mia.role("bot").spans(whole) == [(1, 2)] and whole.turns == [("user", 0, 1), ("bot", 1, 2), ("user", 2, 3)]
+    chat[1:] = [{"role": "bot", "content": " a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(EditError, match="no fixed tokens"):
+        mia.role("bot").spans(Context(bare.apply_chat_template(chat, tokenize=True), False, bare, chat))
+
+
+class Alone(Words):
+    """Makes other tokens of a part of a text than of the whole, as tokenizers do that put a space before what they are given."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [4, *super().encode(text, False)] if text.startswith("<bot>") else super().encode(text, add_special_tokens)
+
+
+def test_a_chat_whose_parts_have_other_tokens_is_read_from_its_beginnings() -> None:
+    alone = Alone()
+    chat = Context(WORDS.apply_chat_template(CHAT, tokenize=True), True, alone, CHAT)
+    assert mia.role("bot").spans(chat) == [(5, 8)]
 
 
 def test_a_template_that_rewrites_earlier_messages_is_refused() -> None:

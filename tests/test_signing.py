@@ -14,12 +14,14 @@ import pytest
 import torch
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from served import bundle, facts, vector
 
 import mia_lab as mia
 from mia_lab import cli
 from mia_lab.bundles import folder, pushing
 from mia_lab.bundles.codec import encode
 from mia_lab.errors import BundleError, MiaError
+from mia_lab.serve.catalogue import Catalogue
 
 PEM, RAW = serialization.Encoding.PEM, serialization.Encoding.Raw
 SAID = {"tokens": [1], "log_probabilities": [-0.5]}
@@ -75,6 +77,41 @@ def test_a_signature_is_the_same_each_time_and_bytes_stay(signed: Path) -> None:
     before = folder.get(signed)
     mia.sign(signed, pem(KEY))
     assert folder.get(signed) == before and set(before) == {"steer.json", "vector.safetensors", "signature.json"}
+
+
+def test_what_is_signed_says_its_name_and_is_otherwise_as_it_was(tmp_path: Path) -> None:
+    plain, path = folder.get(write(tmp_path / "a.steer")), mia.sign(write(tmp_path / "tone.steer.zip"), pem(KEY))
+    held = folder.get(path)
+    about = json.loads(held["steer.json"])
+    assert about.pop("name") == "tone" and folder.as_text(about) == plain["steer.json"]
+    assert held["vector.safetensors"] == plain["vector.safetensors"]
+    moved = path.replace(tmp_path / "other.steer.zip")
+    assert mia.load(moved, signer=public(KEY)).about["name"] == "tone"
+    assert mia.load(mia.sign(moved, pem(KEY)), signer=public(KEY)).about["name"] == "other"
+    with pytest.raises(BundleError, match="no name that a server takes"):
+        mia.sign(write(tmp_path / "two words.steer"), pem(KEY))
+
+
+def without_name(held: dict[str, bytes]) -> None:
+    """As bundles were signed before their name was."""
+    from mia_lab.bundles import signing
+
+    rest = {"steer.json": folder.as_text({key: value for key, value in json.loads(held["steer.json"]).items() if key != "name"}),
+            "vector.safetensors": held["vector.safetensors"]}
+    held.update(rest)
+    said(sha256=signing._sums(rest), signature=base64.b64encode(KEY.sign(signing._message(rest))).decode())(held)
+
+
+def test_a_bundle_is_put_in_place_under_the_name_that_it_was_signed_under(served: Path, signed: Path) -> None:
+    assert pushing.push(signed, served, public(KEY)) == served / "x.steer.zip"
+    moved = signed.rename(signed.with_name(signed.name.replace("x", "y")))
+    for signer in (None, public(KEY)):
+        with pytest.raises(BundleError, match=r"signed as 'x'.*rename it to x\.steer, or sign it again as y\.steer"):
+            pushing.push(moved, served, signer)
+    change(moved, without_name)
+    with pytest.raises(BundleError, match=r"signed without its name.*mia-lab sign y\.steer"):
+        pushing.push(moved, served, public(KEY))
+    assert pushing.push(moved, served) == served / "y.steer.zip", "where nobody asks for a signature, its name is free"
 
 
 def flip(name: str, at: int) -> Callable[[dict[str, bytes]], None]:
@@ -203,6 +240,24 @@ def test_a_bundle_is_put_in_place_and_the_one_before_it_kept(served: Path, suffi
     kept, = (served / ".previous").iterdir()
     assert kept.read_bytes() == first and kept.name.startswith("tone-") and mia.load(kept)[0].coeff == 1.0
     assert sorted(file.name for file in served.iterdir()) == [".previous", "tone.steer.zip"]
+
+
+def test_signed_bundles_cannot_take_each_others_place(tmp_path: Path) -> None:
+    """By whoever can write a server's folder, and has no key."""
+    one, other = (mia.sign(bundle(tmp_path / "bundles" / f"{name}.steer.zip", mia.Add(vector(1), coeff)), pem(KEY))
+                  for name, coeff in (("one", 1.0), ("other", 2.0)))
+    (tmp_path / "serve.toml").write_text(f'signer = "{public(KEY)}"')
+    before = Catalogue.read(tmp_path, facts())
+    assert sorted(before.bundles) == ["one", "other"]
+    kept = one.read_bytes()
+    other.replace(one)
+    other.write_bytes(kept)
+    found = Catalogue.read(tmp_path, before.model, before)
+    assert not found.bundles and "rename it to other.steer" in found.quarantined["one"]
+    change(other, without_name)
+    assert "mia-lab sign other.steer" in Catalogue.read(tmp_path, before.model, before).quarantined["other"]
+    (tmp_path / "serve.toml").unlink()
+    assert sorted(Catalogue.read(tmp_path, before.model, before).bundles) == ["one", "other"], "where no signature is asked for"
 
 
 def test_what_does_not_load_changes_nothing(served: Path, tmp_path: Path) -> None:

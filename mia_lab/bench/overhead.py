@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ..models import resolve
 from ..running.launch import bare_engine, close_engine
 from ..session import Session
 from .cases import Case, Work, cases
@@ -54,6 +55,7 @@ def _outside(n: int, k: int) -> float:
 class Row:
     """One case at one kind of work beside native: the median decode step, time per output token and to the first, whole runs.
 
+    Over HTTP a decode step is what a client sees of it: the median time from token to token in a stream.
     delivered: bytes of rows a run brought to the host. gpu: a decode step's time on the GPU, where a profile was taken.
     """
 
@@ -85,6 +87,20 @@ class Facts:
     arena_rows: int
 
 
+def prepared(model: str, engine: dict[str, Any], work: Sequence[Work], layers: int | None, folder: Path) -> tuple[str, str, dict[str, Any]]:
+    """A model's name in the card, its path, and the options of an engine that shares a device with another one.
+
+    layers: how many of a shape's blocks to keep; folder: where a shape is written.
+    """
+    engine = dict(max_model_len=max(w.tokens_in + w.tokens_out for w in work) + 8, max_num_seqs=max(w.batch for w in work),
+                  enable_prefix_caching=False, gpu_memory_utilization=0.45) | engine
+    if model not in SHAPES:
+        return model, str(resolve(model)), engine
+    path, tokenizer = map(str, write(model, folder, layers))
+    name = model if layers is None else f"{model}, {layers} layers"
+    return name, path, dict(load_format="dummy", tokenizer=tokenizer, dtype="bfloat16") | engine
+
+
 @dataclass(slots=True)
 class Pair:
     """The same model twice in this process: without taps, and with. Where it fits only once there is no native one, and what the
@@ -105,18 +121,8 @@ class Pair:
 
         layers: how many of a shape's blocks to keep. session: arguments for the tapped engine alone.
         """
-        engine = dict(max_model_len=max(w.tokens_in + w.tokens_out for w in work) + 8, max_num_seqs=max(w.batch for w in work),
-                      enable_prefix_caching=False, gpu_memory_utilization=0.45) | engine
         folder = tempfile.TemporaryDirectory()  # lives as long as the pair
-        path, name = model, model
-        if model in SHAPES:
-            path, tokenizer = map(str, write(model, Path(folder.name), layers))
-            engine = dict(load_format="dummy", tokenizer=tokenizer, dtype="bfloat16") | engine
-            name = model if layers is None else f"{model}, {layers} layers"
-        else:
-            from ..models import resolve
-
-            path = str(resolve(model))
+        name, path, engine = prepared(model, engine, work, layers, Path(folder.name))
         native = None if alone else bare_engine(path, engine)
         tapped = Session(path, in_process=True, **engine | ({} if alone else weights_of(native)), **session)
         name += ", beside itself" if alone else ""

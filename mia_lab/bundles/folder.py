@@ -47,8 +47,21 @@ def write(path: str | Path, about: Mapping[str, Any], tensors: Mapping[str, torc
     path = Path(path)
     data = write_tensors({name: tensors[name].contiguous() for name in sorted(tensors)})
     said = {"format": FORMAT, "version": VERSION, **about, "tensors_sha256": hashlib.sha256(data).hexdigest()}
-    files = {ABOUT: (json.dumps(said, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode(), TENSORS: data}
-    return put(path, files)
+    return put(path, {ABOUT: as_text(said), TENSORS: data})
+
+
+def as_text(about: Mapping[str, Any]) -> bytes:
+    """The bytes of a `steer.json`."""
+    return (json.dumps(about, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def name_of(path: str | Path) -> str:
+    """The name by which a server would know the bundle at a path; BundleError for one that no server takes."""
+    name = Path(path).name.removesuffix(".zip").removesuffix(".steer")
+    if not NAME.fullmatch(name):
+        raise BundleError(f"{path} has no name that a server takes; rename it to NAME.steer, NAME being up to 64 letters, digits, dots, "
+                          f"dashes and underscores that begin with a letter or digit")
+    return name
 
 
 def put(path: Path, files: Mapping[str, bytes]) -> Path:

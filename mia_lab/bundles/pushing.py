@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ..errors import BundleError
-from . import folder
+from . import folder, signing
 from .bundle import opened
 
 PREVIOUS = ".previous"
@@ -16,17 +16,17 @@ def push(path: str | Path, directory: str | Path, signer: str | Path | bytes | N
     """Put a bundle into a folder as NAME.steer.zip, in one step for whoever reads it; return where it is.
 
     What was there is kept as .previous/NAME-SUM.steer.zip, SUM being the start of its sha256. BundleError, with nothing changed, for
-    a bundle that does not load, was not signed by `signer`, or has a name that no server takes or that a folder there has already.
+    a bundle that does not load, was not signed by `signer`, or has a name that no server takes, that a folder there has already, or that
+    it was not signed under.
     """
     path, directory = Path(path), Path(directory)
     if not directory.is_dir():
         raise BundleError(f"there is no folder {directory}")
-    files = opened(path, signer)[1]
-    name = path.name.removesuffix(".zip").removesuffix(".steer")
+    bundle, files = opened(path, signer)
+    name = folder.name_of(path)
     place = directory / f"{name}.steer.zip"
-    if not folder.NAME.fullmatch(name):
-        raise BundleError(f"{path} has no name that a server takes; rename it to NAME.steer, NAME being up to 64 letters, digits, dots, "
-                          f"dashes and underscores that begin with a letter or digit")
+    if folder.SIGNATURE in files and (signer is not None or "name" in bundle.about):
+        signing.check_name(bundle.about, name, path)
     for taken in (directory / f"{name}.steer", place):
         if taken.is_dir():
             raise BundleError(f"{directory} holds {taken.name} as a folder, and two bundles of one name would not be told apart")

@@ -17,7 +17,8 @@ def inspect(path: str | Path) -> list[Part]:
     facts = {"model": f"{about['model'].get('name')}: {about['model'].get('n_layers')} layers, d_model {about['model'].get('d_model')}",
              "weights": about["model"].get("weights"), "tokenizer": about["tokenizer"],
              "golden": f"{len(bundle.goldens)} outputs; " + ", ".join(f"{k} {v}" for k, v in sorted(golden["environment"].items())),
-             "signature": "none" if SIGNATURE not in files else "there is one; mia-lab verify --signer KEY holds it against a key",
+             "signature": "none" if SIGNATURE not in files else
+                          f"there is one, as {about.get('name', 'no name')}; mia-lab verify --signer KEY holds it against a key",
              **{f"{name}: {key}": value for name in ("provenance", "evaluation") for key, value in sorted(about.get(name, {}).items())}}
     return [Prose(str(path), 2), Table(("", "edit", "vectors"), edits), Table(("", ""), tuple((k, str(v)) for k, v in facts.items()))]
 

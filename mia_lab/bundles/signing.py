@@ -1,4 +1,7 @@
-"""Signatures of bundles: ed25519 over the sha256 of every file, in `signature.json` beside them. Nothing is trusted by default."""
+"""Signatures of bundles: ed25519 over the sha256 of every file, in `signature.json` beside them. Nothing is trusted by default.
+
+What is signed has its name in `steer.json`, so that no signed bundle can take the place of another in a server's folder.
+"""
 from __future__ import annotations
 
 import base64
@@ -16,14 +19,16 @@ FORMAT = "mia_lab signature 1"
 
 
 def sign(path: str | Path, key: str | Path | bytes) -> Path:
-    """Sign a bundle, folder or zip, in place; a signature that was there is replaced. Return the bundle's path.
+    """Sign a bundle NAME.steer, folder or zip, in place, under this name; a signature that was there is replaced. Return its path.
 
     key: a private ed25519 key as PEM, or its file: `openssl genpkey -algorithm ed25519 -out key.pem`. BundleError for a bundle that
-    does not load, MiaError for another kind of key.
+    does not load or has a name that no server takes, MiaError for another kind of key.
     """
     from .bundle import opened
 
-    files = {name: data for name, data in opened(path, strict=True)[1].items() if name != folder.SIGNATURE}
+    bundle, files = opened(path, strict=True)
+    named = folder.as_text(bundle.about | {"name": folder.name_of(path)})
+    files = {name: data for name, data in files.items() if name != folder.SIGNATURE} | {folder.ABOUT: named}
     private, serialization = _private(key), _library()[0]
     public = private.public_key().public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
     signature = base64.b64encode(private.sign(_message(files))).decode()
@@ -53,6 +58,17 @@ def check(files: Mapping[str, bytes], signer: str | Path | bytes, path: str | Pa
         public.verify(signature, _message(rest))
     except InvalidSignature:
         raise BundleError(f"{path} was not signed by this key, or was changed since") from None
+
+
+def check_name(about: Mapping[str, Any], name: str, path: str | Path) -> None:
+    """BundleError unless a signed bundle, as `check` found it, was signed under a name."""
+    said = about.get("name")
+    if said is None:
+        raise BundleError(f"{path} was signed without its name, and could stand for any other that this key signed; sign it again: "
+                          f"mia-lab sign {name}.steer --key KEY.pem, then mia-lab push-dir")
+    if said != name:
+        raise BundleError(f"{path} was signed as {str(said)[:64]!r}, and is served under that name alone: rename it to "
+                          f"{str(said)[:64]}.steer, or sign it again as {name}.steer: mia-lab sign {name}.steer --key KEY.pem")
 
 
 def _sums(files: Mapping[str, bytes]) -> dict[str, str]:

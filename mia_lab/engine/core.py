@@ -42,7 +42,7 @@ def hook(core: type[EngineCore]) -> None:
         try:
             return preprocess(self, request)
         except BaseException:
-            desk.leave(request.request_id)
+            desk.undo(request.request_id)
             raise
 
     @wraps(collective_rpc)

@@ -15,6 +15,8 @@ from ..errors import EditError, MiaError
 from .beats import Beats
 from .checking import Engine, check, rows_of
 from .held import Held
+from .reservation import ROOM, Reservation
+from .reservation import decode as reservation
 from .room import InFlight
 from .vectors import Vectors, owner_of
 from .wire import KEY, Spec, addresses, decode
@@ -26,12 +28,12 @@ _PREFIX = "mia_"
 _SAID = 300  # characters of what is wrong with a text, which may be long
 _BOTH = "call"  # the call that gives an error as a value: its name and message
 _SETTLED = 2  # beats after which the worker has heard of every request that ended
-_CALLS = ("register", "forget", "admit", "collect", "drop", "renew", "beat", "publish")
+_CALLS = ("register", "forget", "collect", "drop", "renew", "beat", "publish")
 
 
 @dataclass(frozen=True, slots=True)
 class _Guest:
-    """A request under way. length: its tokens at most. admitted: whether room was reserved for what it captures. rank: its priority,
+    """A request under way. length: its tokens at most. admitted: whether it came with room for what it captures. rank: its priority,
     where these count."""
 
     uid: str
@@ -68,22 +70,20 @@ class Desk:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def enter(self, request: EngineCoreRequest) -> None:
-        """Let a request in, and hold the vectors that it names. MiaError, and nothing is held, where it cannot be run."""
-        text = ((request.sampling_params and request.sampling_params.extra_args) or {}).get(KEY)
-        if text is None:
+        """Let a request in, hold the vectors that it names, and give it the room that it asks for. MiaError, and nothing is held, where
+        it cannot be run."""
+        extra = (request.sampling_params and request.sampling_params.extra_args) or {}
+        text, room = extra.get(KEY), extra.get(ROOM)
+        if text is None and room is None:
             return
         try:
             uid, spec = decode(text)
+            asked = None if room is None else reservation(room)
         except ValueError as error:
-            self.held.end(str(text).partition(" ")[0])
             raise EditError(f"what this request asks of mia_lab cannot be read: {str(error)[:_SAID]}") from None
-        try:
-            self._let_in(request, uid, spec)
-        except MiaError:
-            self.held.end(uid)
-            raise
+        self._let_in(request, uid, spec, asked)
 
-    def _let_in(self, request: EngineCoreRequest, uid: str, spec: Spec) -> None:
+    def _let_in(self, request: EngineCoreRequest, uid: str, spec: Spec, room: Reservation | None) -> None:
         name, tokens = request.request_id, request.prompt_token_ids
         if getattr(request, "resumable", False):
             raise EditError("a prompt that is streamed in cannot be edited or captured; send it whole")
@@ -94,26 +94,37 @@ class Desk:
         try:
             if missing:
                 raise EditError(f"vector {missing[0]} is not registered with this engine; register it before its request")
-            if not self.held.come(uid):
-                raise EditError("the time of this capture ended before its request came; send both again")
-            guest = _Guest(uid, spec, length or 0, uid in self.held, request.priority if self._ranked else 0)
+            guest = _Guest(uid, spec, length or 0, room is not None, request.priority if self._ranked else 0)
             with self._lock:
                 known = not spec.keeps_history and spec in self._in_flight
-                if known:  # what such a request asks for was checked, and costs no room
-                    self._seat(name, guest, {})
+                if known:  # what such a request asks for was checked, and costs no room in the tables
+                    self._seat(name, guest, {}, room)
             if not known:
                 check(spec, length, self._engine, self.vectors)
                 with self._lock:
-                    self._seat(name, guest, rows_of(spec, self.vectors))
+                    self._seat(name, guest, rows_of(spec, self.vectors), room)
         except BaseException:
             with self._lock:
                 self._errands.vectors += self.vectors.release(("request", name))
             raise
 
-    def _seat(self, name: str, guest: _Guest, rows: Mapping[str, Sized]) -> None:
+    def _seat(self, name: str, guest: _Guest, rows: Mapping[str, Sized], room: Reservation | None) -> None:
         self._in_flight.enter(guest.spec, rows, guest.length, guest.rank)
+        try:
+            if room is not None:
+                self.held.admit(guest.uid, room)
+        except MiaError:
+            self._in_flight.leave(guest.spec, guest.length, guest.rank)
+            raise
         self._guests[name] = guest
         self._unsettled = _SETTLED
+
+    def undo(self, request_id: str) -> None:
+        """Let a request out that was let in, and that the engine then did not take: nothing of it is held any more."""
+        guest = self._guests.get(request_id)
+        if guest is not None and guest.admitted:
+            self.held.drop([guest.uid])
+        self.leave(request_id)
 
     def leave(self, request_id: str) -> None:
         """Let a request out that has ended, however it ended."""
@@ -123,9 +134,10 @@ class Desk:
                 return
             self._in_flight.leave(guest.spec, guest.length, guest.rank)
             self._errands.vectors += self.vectors.release(("request", request_id))
-            self.held.end(guest.uid)
-            if guest.admitted and guest.uid not in self.held:  # it ended before the request did, which may have captured since
-                self._errands.uids.append(guest.uid)
+            if guest.admitted:
+                self.held.end(guest.uid)
+                if guest.uid not in self.held:  # it ended before the request did, which may have captured since
+                    self._errands.uids.append(guest.uid)
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -171,12 +183,8 @@ class Desk:
         if gone:
             self._ask("forget", gone)
 
-    def admit(self, uid: str, note: bytes, size: int, seconds: float, limit: int) -> bool:
-        """Reserve room for what a request will capture, before it runs; see `Held.admit`."""
-        return self.held.admit(uid, note, size, seconds, limit)
-
     def collect(self, uid: str, since: int = 0) -> dict[str, Any] | None:
-        """All that is held of one admitted capture from position `since` on; None where there is no such capture.
+        """All that is held of one capture that has room from position `since` on; None where there is no such capture.
 
         "rows": [kind, layer, before, int64 positions as bytes, shape of one row, dtype's name, values as bytes]; see `held_of`.
         "running": whether its request has yet to end.

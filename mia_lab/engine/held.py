@@ -1,56 +1,77 @@
-"""The book of admitted captures: room that is reserved before a request runs, and how long what it captures is kept."""
+"""The book of captures that are kept: the room that each has, whose it is, and how long it is kept."""
 from __future__ import annotations
 
+import math
+import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from .wire import MAX_NAME
+from ..errors import EditError, MissingRowsError, RoomError
+from .reservation import MAX_SECONDS, Reservation
 
-MAX_NOTE = 1 << 16  # bytes
-MAX_SECONDS = 7 * 24 * 3600.0
-_REMEMBERED = 1 << 16  # names whose room ended before their request came
+_REMEMBERED = 1 << 16  # names that were let go of before their request came
 
 
 @dataclass(slots=True)
 class _Admitted:
-    """What is reserved for one capture, until when; whether its request came, and whether it has ended."""
+    """One capture: its note, the bytes that it takes together with its rows, until when, and whether its request has ended."""
 
-    note: bytes
+    note: str
     size: int
     until: float
-    came: bool = False
     ended: bool = False
 
 
 class Held:
-    """Captures by the client's name (uid). Any number of clients, one book. clock: seconds, ever growing."""
+    """Captures by the client's name (uid), whose part before the first dot is the tenant's. Safe to use from several threads.
+
+    bytes: what all of them may take. clock: seconds, ever growing.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self._clock, self._lock = clock, threading.Lock()
         self._book: dict[str, _Admitted] = {}
-        self._too_late: OrderedDict[str, None] = OrderedDict()
-        self.bytes = self._notes = 0
+        self._taken: Counter[str] = Counter()  # bytes, by tenant
+        self._over: list[str] = []  # those whose time was over when room was needed
+        self._early: OrderedDict[str, None] = OrderedDict()  # names that were let go of, and were not here
+        self._next = math.inf  # no capture's time is over before
+        self.bytes = 0
 
-    def admit(self, uid: str, note: bytes, size: int, seconds: float, limit: int) -> bool:
-        """Reserve `size` bytes for `seconds`; False where all that is reserved would exceed `limit`.
+    def admit(self, uid: str, asked: Reservation) -> None:
+        """Give a capture its room, as its request comes.
 
-        ValueError for a name that is taken, and for anything out of bounds.
+        RoomError where its tenant's share or all the room is taken, EditError for a name that is taken, MissingRowsError for a capture
+        that was let go of before.
         """
-        if not isinstance(uid, str) or not 0 < len(uid) <= MAX_NAME or " " in uid:
-            raise ValueError(f"a capture's name has 1 to {MAX_NAME} characters and no space")
-        if not isinstance(note, bytes) or len(note) > MAX_NOTE:
-            raise ValueError(f"a capture's note is bytes, at most {MAX_NOTE}")
-        if not isinstance(size, int) or size < 0 or not isinstance(seconds, (int, float)) or not 0 < seconds <= MAX_SECONDS:
-            raise ValueError(f"a capture reserves bytes (not {size!r}) for up to {MAX_SECONDS:.0f} seconds (not {seconds!r})")
-        if uid in self._book or uid in self._too_late:
-            raise ValueError("this capture's name was used before; make a new one")
-        if self.bytes + size > limit or self._notes + len(note) > limit:
-            return False
-        self._book[uid] = _Admitted(note, size, self._clock() + seconds)
-        self.bytes, self._notes = self.bytes + size, self._notes + len(note)
-        return True
+        size, tenant = asked.size + len(asked.note), _tenant(uid)
+        with self._lock:
+            if uid in self._early:
+                raise MissingRowsError("this capture was let go of before its request came; send the request again for another one")
+            if uid in self._book:
+                raise EditError("a capture of this name is held already; send the request under another")
+            if self._shortage(tenant, size, asked):
+                self._over += self._expire()
+            short = self._shortage(tenant, size, asked)
+            if short:
+                raise RoomError(short)
+            until = self._clock() + asked.seconds
+            self._book[uid] = _Admitted(asked.note, size, until)
+            self._next = min(self._next, until)
+            self._taken[tenant] += size
+            self.bytes += size
+
+    def _shortage(self, tenant: str, size: int, asked: Reservation) -> str:
+        """Whose room is full, in words; "" where there is room."""
+        taken = self._taken[tenant]
+        if taken + size > asked.share:
+            return (f"your captures may take {asked.share} bytes together here; {taken} are taken, and this one could come to {size}. "
+                    f"Delete some of yours, or wait")
+        if self.bytes + size > asked.limit:
+            return (f"the captures of all tenants may take {asked.limit} bytes together here, and too few are left for {size} more, of "
+                    f"which yours take {taken}. Try again later")
+        return ""
 
     def __contains__(self, uid: str) -> bool:
         return uid in self._book
@@ -58,51 +79,67 @@ class Held:
     def __len__(self) -> int:
         return len(self._book)
 
-    def look(self, uid: str) -> tuple[bytes, bool] | None:
+    def look(self, uid: str) -> tuple[str, bool] | None:
         """A capture's note, and whether its request has yet to end; None where there is no such capture."""
-        found = self._book.get(uid)
-        return None if found is None else (found.note, not found.ended)
-
-    def come(self, uid: str) -> bool:
-        """Note that a capture's request came to the engine; False where its room ended before."""
-        if uid in self._too_late:
-            return False
-        if uid in self._book:
-            self._book[uid].came = True
-        return True
+        with self._lock:
+            found = self._book.get(uid)
+            return None if found is None else (found.note, not found.ended)
 
     def end(self, uid: str) -> None:
         """Note that a capture's request has ended."""
-        if uid in self._book:
-            self._book[uid].ended = True
+        with self._lock:
+            if uid in self._book:
+                self._book[uid].ended = True
 
     def renew(self, uids: Iterable[str], seconds: float) -> list[str]:
         """Keep captures for `seconds` from now, at least; return those that are not there."""
         if not isinstance(seconds, (int, float)) or not 0 < seconds <= MAX_SECONDS:
             raise ValueError(f"a capture is kept for up to {MAX_SECONDS:.0f} seconds (not {seconds!r})")
         until, gone = self._clock() + seconds, []
-        for uid in uids:
-            if uid in self._book:
-                self._book[uid].until = max(self._book[uid].until, until)
-            else:
-                gone.append(uid)
+        with self._lock:
+            for uid in uids:
+                if uid in self._book:
+                    self._book[uid].until = max(self._book[uid].until, until)
+                else:
+                    gone.append(uid)
         return gone
 
     def drop(self, uids: Iterable[str]) -> None:
-        """End captures; a request of theirs that comes later is turned away."""
-        for uid in uids:
-            found = self._book.pop(uid, None)
-            if found is None:
-                continue
-            self.bytes, self._notes = self.bytes - found.size, self._notes - len(found.note)
-            if not found.came:
-                self._too_late[uid] = None
-                if len(self._too_late) > _REMEMBERED:
-                    self._too_late.popitem(last=False)
+        """End captures. A request that comes for one only then, since whoever sent it is gone, is turned away."""
+        with self._lock:
+            for uid in uids:
+                if not self._strike(uid):
+                    self._early[uid] = None
+            while len(self._early) > _REMEMBERED:
+                self._early.popitem(last=False)
 
     def expire(self) -> list[str]:
-        """End the captures whose time is over, and return them."""
+        """End the captures whose time is over; return those that ended so since the last call."""
+        with self._lock:
+            over, self._over = self._over + self._expire(), []
+            return over
+
+    def _expire(self) -> list[str]:
         now = self._clock()
+        if now < self._next:
+            return []
         over = [uid for uid, found in self._book.items() if found.until <= now]
-        self.drop(over)
+        for uid in over:
+            self._strike(uid)
+        self._next = min((found.until for found in self._book.values()), default=math.inf)
         return over
+
+    def _strike(self, uid: str) -> bool:
+        found = self._book.pop(uid, None)
+        if found is None:
+            return False
+        tenant = _tenant(uid)
+        self.bytes -= found.size
+        self._taken[tenant] -= found.size
+        if not self._taken[tenant]:
+            del self._taken[tenant]
+        return True
+
+
+def _tenant(uid: str) -> str:
+    return uid.partition(".")[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+from . import turned_away
 from .config import EngineOptions
 from .core import hook, hook_client
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def register() -> None:
     """Hook the places where an engine comes to life. Safe to call many times."""
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -46,5 +47,6 @@ def register() -> None:
 
     with_worker.mia_lab = True
     hook(EngineCore)
+    turned_away.hook(EngineCoreProc)
     hook_client(LLMEngine)
     WorkerWrapperBase.init_device, Scheduler.__init__ = with_worker, with_scheduler

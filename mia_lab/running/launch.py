@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from ..directions import digest
+from ..engine import turned_away
 from ..engine.config import EngineOptions
 from ..engine.shared import take
 from ..engine.shutdown import shut_down
@@ -217,7 +218,8 @@ class Engine(EngineLike):
         for i, output in outputs:
             if output.outputs[0].finish_reason in ("error", "abort"):
                 self._recover()
-                raise MiaError(f"the engine gave up on prompt {i} ({output.outputs[0].finish_reason}); see its log")
+                raise turned_away.reason(output) or MiaError(
+                    f"the engine gave up on prompt {i} ({output.outputs[0].finish_reason}); see its log")
 
     def register(self, vectors: dict[str, torch.Tensor]) -> None:
         """Make vectors `[n d]` float32 known to the worker under their content addresses."""

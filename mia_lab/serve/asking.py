@@ -30,14 +30,25 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resolved:
-    """What acts and what is read, defaults first. acted: names and coefficients; doses: by point, in the vectors' own units."""
+    """What acts and what is read, defaults first. acted: names and coefficients; doses: by point, in the vectors' own units, None where
+    one is not known."""
 
     edits: tuple[Edit, ...]
     acted: tuple[tuple[str, float], ...]
-    doses: dict[Point, float]
+    doses: dict[Point, float] | None
     captures: tuple[Rows, ...]
     monitors: Plan | None
     monitor_at: At
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of what acts, each once."""
+        return tuple(dict.fromkeys(name for name, _ in self.acted))
+
+    @property
+    def dose(self) -> float | None:
+        """The largest dose at one point; None where it is not known."""
+        return None if self.doses is None else max(self.doses.values(), default=0.0)
 
     @property
     def idle(self) -> bool:
@@ -97,8 +108,9 @@ def _plan(names: tuple[str, ...], catalogue: Catalogue, key: Key) -> Plan:
     return found
 
 
-def _doses(acting: list[tuple[Served, float]], key: Key) -> dict[Point, float]:
-    """What is added at each point, in the vectors' units; Refused (403) over the key's cap, or where nobody knows."""
+def _doses(acting: list[tuple[Served, float]], key: Key) -> dict[Point, float] | None:
+    """What is added at each point, in the vectors' units, None where nobody knows; Refused (403) over the key's cap, or where it has one
+    and nobody knows."""
     found: dict[Point, float] = {}
     for served, coeff in acting:
         if served.doses is None and key.max_dose is not None:
@@ -109,7 +121,7 @@ def _doses(acting: list[tuple[Served, float]], key: Key) -> dict[Point, float]:
     if key.max_dose is not None and worst is not None and not found[worst] <= key.max_dose * (1 + _SLACK):
         raise Refused(403, f"this request adds a dose of {found[worst]:.4g} at {worst}, the server's default edits included; your key may "
                            f"use {key.max_dose:g}. Ask for smaller coefficients")
-    return found
+    return None if any(served.doses is None for served, _ in acting) else found
 
 
 def _points(asked: tuple[Captured, ...], catalogue: Catalogue) -> tuple[Rows, ...]:

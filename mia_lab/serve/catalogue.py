@@ -17,7 +17,7 @@ from ..bundles import folder as bundle_folder
 from ..bundles.bundle import Bundle, of_files
 from ..bundles.folder import NAME
 from ..bundles.model import ModelFacts, bounded, check_model
-from ..bundles.signing import public_key
+from ..bundles.signing import check_name, public_key
 from ..edits import Add, Edit
 from ..engine.wire import Spec, encode
 from ..errors import EditError, MiaError
@@ -168,7 +168,9 @@ def _files(disk: Disk, place: str, room: int) -> Files:
 
 
 def _served(name: str, files: Files, sum_: str, model: ModelFacts, signer: str | bytes | None) -> Served:
-    def fits(found: bundle_folder.Contents, path: object) -> None:
+    def fits(found: bundle_folder.Contents, path: str) -> None:
+        if signer is not None:
+            check_name(found.about, name, path)
         check_model(found.about, model, path)
         bounded(found, model.n_layers, model.widest, path)
 

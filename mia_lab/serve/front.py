@@ -21,6 +21,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 OPEN = frozenset({"/health", "/ping", "/version", "/metrics", "/load"})
 GENERATE = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
                       "/inference/v1/generate", "/tokenize", "/detokenize"})
+HEADERS = ("x-mia-lab-config", "x-mia-lab-edits", "x-mia-lab-capture")
 CHAT, RESPONSES, OURS = "/v1/chat/completions", "/v1/responses", "/mia/"
 _RETRY_SECONDS = 1
 
@@ -73,7 +74,8 @@ class Front:
             answer.call, token = call, CALL.set(call)
             answer.waits = path == RESPONSES
             if scope["type"] == "http" and scope["method"] == "POST" and not path.startswith(OURS):
-                receive = messages.overheard(receive, call, path == CHAT and messages.wanted(call.catalogue))
+                chat, form = path == CHAT and messages.wanted(call.catalogue), messages.is_form(scope["headers"])
+                receive = messages.overheard(receive, call, chat, form)
             app = self._service.routes if path.startswith(OURS) and scope["type"] == "http" else self._app
             await app(scope, receive, answer.send)
         except Exception as error:
@@ -153,13 +155,14 @@ def _told(call: Call | None, ran: bool) -> Iterable[tuple[bytes, bytes]]:
     """The headers that say which catalogue answered and, of a request that ran, what acted, and where captures are."""
     if call is None:
         return
-    yield b"x-mia-lab-config", call.catalogue.digest.encode()
+    config, edits, capture = (name.encode() for name in HEADERS)
+    yield config, call.catalogue.digest.encode()
     if not ran:
         return
     if call.acted:
-        yield b"x-mia-lab-edits", ", ".join(f"{name};coeff={coeff:g}" for name, coeff in call.acted).encode("ascii", "backslashreplace")
+        yield edits, ", ".join(f"{name};coeff={coeff:g}" for name, coeff in call.acted).encode("ascii", "backslashreplace")
     if call.handles:
-        yield b"x-mia-lab-capture", ", ".join(call.handles).encode()
+        yield capture, ", ".join(call.handles).encode()
 
 
 def _path(scope: Message) -> str:

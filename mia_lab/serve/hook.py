@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine.wire import KEY
 from .call import CALL
-from .front import Front
+from .front import HEADERS, Front
 from .refusing import Refused
 from .service import Service
 
@@ -81,7 +81,23 @@ class _Door:
         if service is None:
             return None if engine is None else self._stack
         service.vllm_keys = bool(getattr(getattr(state, "args", None), "api_key", None) or os.environ.get("VLLM_API_KEY"))
-        return Front(self._stack, service)
+        return _fronting(self._stack, service)
+
+
+def _fronting(stack: Any, service: Service) -> Any:
+    """A stack with the front before all of it but CORS: a browser's preflight carries no key, and every answer needs CORS's headers, a
+    refusal too. Which pages may read answers is still what vLLM's --allowed-origins says."""
+    from starlette.middleware.cors import CORSMiddleware
+
+    above, cors = stack, getattr(stack, "app", None)
+    while cors is not None and not isinstance(cors, CORSMiddleware):
+        above, cors = cors, getattr(cors, "app", None)
+    if cors is None:
+        return Front(stack, service)
+    above.app, cors.app = cors.app, Front(stack, service)
+    exposed = "Access-Control-Expose-Headers"
+    cors.simple_headers[exposed] = ", ".join([one for one in (cors.simple_headers.get(exposed),) if one] + list(HEADERS))
+    return cors
 
 
 def _without_edits(original: Callable) -> Callable:

@@ -3,15 +3,19 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
+from ..engine import turned_away
+from ..engine.reservation import ROOM, Reservation
+from ..engine.reservation import encode as reserve
 from ..engine.wire import KEY, Spec, encode
 from ..errors import MiaError, RoomError
 from . import said
 from .batch import Batch, One, capture_bytes
-from .refusing import Refused
+from .noting import INLINE, Noted, noted
+from .refusing import Refused, refused
 from .running import salted, uid_of
 
 if TYPE_CHECKING:
@@ -23,19 +27,22 @@ _AHEAD = 256  # lines that wait for a slow client
 
 
 class Run:
-    """One batch, for one caller. Whatever ends it, none of its requests is left, and no rows of those that did not end."""
+    """One batch, for one caller. Whatever ends it, none of its requests is left, and no rows of those that did not end.
 
-    def __init__(self, who: Call, batch: Batch, engine: Engine) -> None:
-        self._who, self._service, self._batch, self._engine = who, who.service, batch, engine
+    trace: the headers that say which span the caller's is, for vLLM's spans to lie under.
+    """
+
+    def __init__(self, who: Call, batch: Batch, engine: Engine, trace: Mapping[str, str] | None = None) -> None:
+        self._who, self._service, self._batch, self._engine, self._trace = who, who.service, batch, engine, trace
         self._rows = who.service.vectors.sizes(batch.named)
         self._queue: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(_AHEAD)
         self._seats = asyncio.Semaphore(2 * engine.settings.max_requests)
         self._under_way, self._ended = 0, asyncio.Event()
-        limits, sizes = who.catalogue.policy.limits, [capture_bytes(one, engine, self._counts()) for one in batch.ones]
-        largest = max(sizes)
-        if largest > limits.capture_bytes_per_request or sum(sizes) > limits.capture_bytes:
+        policy, sizes = who.catalogue.policy, [capture_bytes(one, engine, self._counts()) for one in batch.ones]
+        limits, largest = policy.limits, max(sizes)
+        if largest > limits.capture_bytes_per_request or sum(sizes) > policy.share:
             raise Refused(413, f"this capture could come to {largest} bytes for one request and {sum(sizes)} in all; the server keeps "
-                               f"{limits.capture_bytes_per_request} and {limits.capture_bytes}. Ask for fewer points, layers or positions, "
+                               f"{limits.capture_bytes_per_request} and {policy.share}. Ask for fewer points, layers or positions, "
                                f"or run it in parts")
         self._sizes = sizes
 
@@ -83,13 +90,14 @@ class Run:
             try:
                 with ExitStack() as stack:
                     await self._enter(stack, one)
-                    if one.spec.takes:
-                        await self._admit(uid, self._sizes[i])
-                    prompt, params = salted({"prompt_token_ids": one.ids}, self._who.key), self._params(one, uid)
-                    outputs = service.generate(prompt, params, secrets.token_hex(16))
+                    prompt, params = salted({"prompt_token_ids": one.ids}, self._who.key), self._params(one, self._asked(i, uid))
+                    request_id = secrets.token_hex(16)
+                    self._note(stack, one.spec, request_id)
+                    outputs = service.generate(prompt, params, request_id, trace_headers=self._trace)
                     async with aclosing(outputs):
                         async for output in outputs:
                             finished = output.finished
+                            turned_away.check(output)
                             await self._queue.put(said.line(i, output))
                 await self._queue.put(None)
             except Exception as error:
@@ -97,6 +105,10 @@ class Run:
             finally:
                 if one.spec.takes and not finished:
                     service.later(service.rpc("drop", [uid]))
+
+    def _note(self, stack: ExitStack, spec: Spec, request_id: str) -> None:
+        if spec != Spec():
+            stack.enter_context(noted(self._who, request_id, Noted((INLINE,) if spec.terms else (), None, bool(spec.takes))))
 
     async def _enter(self, stack: ExitStack, one: One) -> None:
         """Wait until the engine's tables have room beside what else of this batch runs; RoomError where only others fill them."""
@@ -118,17 +130,22 @@ class Run:
         self._under_way -= 1
         self._ended.set()
 
-    async def _admit(self, uid: str, size: int) -> None:
-        limits = self._who.catalogue.policy.limits
-        if not await self._service.rpc("admit", uid, b"", size, limits.capture_seconds, limits.capture_bytes):
-            raise Refused(429, f"captures may take {limits.capture_bytes} bytes together here, and these are taken; let some go, or wait")
+    def _asked(self, i: int, uid: str) -> dict[str, str] | None:
+        """What the engine is asked beside generating: a spec, and room for what it captures."""
+        spec, policy = self._batch.ones[i].spec, self._who.catalogue.policy
+        if spec == Spec():
+            return None
+        found = {KEY: encode(uid, spec)}
+        if spec.takes:
+            limits = policy.limits
+            found[ROOM] = reserve(Reservation("", self._sizes[i], limits.capture_seconds, limits.capture_bytes, policy.share))
+        return found
 
-    def _params(self, one: One, uid: str) -> Any:
+    def _params(self, one: One, extra: dict[str, str] | None) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         kind = RequestOutputKind.DELTA if self._batch.stream else RequestOutputKind.FINAL_ONLY
-        extra = {KEY: encode(uid, one.spec)} if one.spec != Spec() else None
         try:
             return SamplingParams(**one.params, output_kind=kind, extra_args=extra)
         except Exception as error:  # vLLM has errors of its own for these, which differ between versions
@@ -136,11 +153,7 @@ class Run:
 
     def _refusal(self, error: Exception) -> Refused:
         """What stopped a request, as the client is told it."""
-        if isinstance(error, Refused):
-            return error
-        if self._service.engine.errored:
+        if self._service.engine.errored and not isinstance(error, Refused):
             return Refused(503, "the server's engine died; its log says why")
-        if isinstance(error, RoomError):
-            return Refused(429, str(error))
         cause = error if str(error) or error.__cause__ is None else error.__cause__
-        return Refused(400, str(cause) if isinstance(cause, MiaError) else f"the engine did not run this: {cause}")
+        return refused(cause) if isinstance(cause, MiaError) else Refused(400, f"the engine did not run this: {cause}")

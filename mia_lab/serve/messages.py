@@ -3,18 +3,21 @@ and that edits or captures are asked for at all."""
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
 from ..engine.wire import KEY
-from ..selectors import Selector
 from .call import Call
 from .catalogue import Catalogue
 
-_BYTES = 8 << 20  # of a body that is read along
-_MOST = 128  # messages, since finding the tokens of each takes a pass over all before it
-_NEEDLE = f'"{KEY}"'.encode()  # inside of a text, its quotes would be escaped
+_BYTES = 8 << 20  # of a body that is kept, to be read along
+_MOST = 128  # messages, since the template of each is applied to all before it, too
+_NEEDLE = KEY.encode()
+_NAME = re.compile(rb'"%s"\s{0,200}:' % _NEEDLE)  # inside of a text, its quotes would be escaped
+_FIELD = re.compile(rb'%s|%%22%b%%22|vllm_xargs(?:\[|%%5[Bb]|\.)%b|&%b=|;\s?name="?%b["\s;]' % (_NAME.pattern, *4 * [_NEEDLE]))
+_REACH = 256  # bytes that these look at together
 
 Receive = Callable[[], Awaitable[Any]]
 
@@ -23,37 +26,46 @@ Receive = Callable[[], Awaitable[Any]]
 def wanted(catalogue: Catalogue) -> bool:
     """Whether any edit that is served acts on the tokens of a role."""
     edits = [edit for served in catalogue.bundles.values() for edit in served.bundle]
-    return any(_of_role(where) for edit in edits for where in edit.selectors)
+    return any(where.reads_messages for edit in edits for where in edit.selectors)
 
 
-def overheard(receive: Receive, call: Call, chat: bool = True) -> Receive:
-    """Pass a body on as it comes, and note in the call whether it speaks of mia_lab and, of a chat, the messages that it holds."""
+def overheard(receive: Receive, call: Call, chat: bool = True, form: bool = False) -> Receive:
+    """Pass a body on as it comes, and note in the call whether it speaks of mia_lab and, of a chat, the messages that it holds.
+
+    A body that is too long to be kept, or a form, speaks of mia_lab where that is the name of anything in it.
+    """
     parts: list[bytes] = []
-    size = 0
+    size, named, tail = 0, False, b"&"
+    pattern = _FIELD if form else _NAME
 
     async def next_part() -> Any:
-        nonlocal size
+        nonlocal size, named, tail
         message = await receive()
         if message["type"] == "http.request":
             part = message.get("body", b"")
             size += len(part)
+            window = tail + part
+            named, tail = named or (_NEEDLE in window and pattern.search(window) is not None), window[-_REACH:]
             if size <= _BYTES:
                 parts.append(part)
             else:
                 parts.clear()
             if not message.get("more_body"):
-                body = b"".join(parts)
-                call.asks = _asks(body)
-                call.messages = _messages(body) if chat else None
+                whole = size <= _BYTES and not form
+                call.asks = named and (not whole or _asks(b"".join(parts)))
+                call.messages = _messages(b"".join(parts)) if chat else None
         return message
 
     return next_part
 
 
+def is_form(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether headers say that a body is a form, with or without files."""
+    return any(name == b"content-type" and b"form" in value.lower() for name, value in headers)
+
+
 def _asks(body: bytes) -> bool:
-    """Whether a body has "mia_lab" beside its fields or in its vllm_xargs."""
-    if _NEEDLE not in body:
-        return False
+    """Whether a JSON body has "mia_lab" beside its fields or in its vllm_xargs."""
     try:
         said = json.loads(body)
     except (ValueError, RecursionError):
@@ -70,7 +82,3 @@ def _messages(body: bytes) -> list[dict[str, str]] | None:
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return plain if plain and all(isinstance(text, str) for one in plain for text in one.values()) else None
-
-
-def _of_role(where: Selector) -> bool:
-    return where.rule == "role" or any(_of_role(part) for part in where.args if isinstance(part, Selector))

@@ -1,14 +1,13 @@
 """Prometheus metrics, beside vLLM's own on /metrics, with one API server process or several."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from .catalogue import Catalogue
+from .noting import Noted
 from .refusing import Refused
-
-INLINE = "(inline)"  # how edits without a name in the folder are counted
 
 
 class Metrics:
@@ -21,6 +20,8 @@ class Metrics:
         self._active = Gauge("mia_lab_active_edits", "Running requests that an edit acts on.", ["edit"], multiprocess_mode="livesum")
         self._dose = Histogram("mia_lab_dose", "Largest dose of a request at one point, in mean residual norms.",
                                buckets=(0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 4))
+        self._capturing = Counter("mia_lab_capturing_requests", "Requests that rows are captured from.")
+        self._calls = Counter("mia_lab_calls", "Calls of notebook clients, which read and compute on what they captured.", ["method"])
         self._rows = Counter("mia_lab_captured_rows", "Rows captured.")
         self._dropped = Counter("mia_lab_dropped_rows", "Rows dropped, where delivery is best effort.")
         self._held = Gauge("mia_lab_held_capture_bytes", "Bytes of captures held or reserved.", multiprocess_mode="mostrecent")
@@ -31,18 +32,24 @@ class Metrics:
         self._digest = ""
         self._counted: dict[str, int] = {}
 
-    def began(self, acted: Iterable[tuple[str, float]], doses: Mapping[Any, float]) -> None:
+    def began(self, what: Noted) -> None:
         """A request starts to run."""
-        for name in {name for name, _ in acted}:
+        for name in what.edits:
             self._requests.labels(name).inc()
             self._active.labels(name).inc()
-        if doses:
-            self._dose.observe(max(doses.values()))
+        if what.dose:
+            self._dose.observe(what.dose)
+        if what.captures:
+            self._capturing.inc()
 
-    def ended(self, acted: Iterable[tuple[str, float]]) -> None:
+    def ended(self, what: Noted) -> None:
         """A request is over, however it ended."""
-        for name in {name for name, _ in acted}:
+        for name in what.edits:
             self._active.labels(name).dec()
+
+    def called(self, method: str) -> None:
+        """A notebook client calls one of `calls.METHODS`."""
+        self._calls.labels(method).inc()
 
     def refused(self, refusal: Refused) -> None:
         """A request was refused."""

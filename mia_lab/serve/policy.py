@@ -36,12 +36,13 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one server holds and takes: bytes, counts and seconds."""
+    """What one server holds and takes: bytes, counts and seconds. capture_bytes_per_tenant: None for what `Policy.share` makes of it."""
 
     request_bytes: int = 65_536
     edits_per_request: int = 8
     capture_bytes_per_request: int = 268_435_456
     capture_bytes: int = 2_147_483_648
+    capture_bytes_per_tenant: int | None = None
     capture_seconds: float = 600
     body_bytes: int = 67_108_864
 
@@ -91,6 +92,12 @@ class Policy:
     defaults: tuple[Named, ...] = ()
     limits: Limits = Limits()
     signer: str = ""
+    share: int = field(init=False)  # bytes that the captures of one tenant may take together
+
+    def __post_init__(self) -> None:
+        whole, mine = self.limits.capture_bytes, self.limits.capture_bytes_per_tenant
+        tenants = {key.tenant for key in self.keys if key.may("capture")}
+        object.__setattr__(self, "share", min(whole, mine) if mine is not None else whole // 2 if len(tenants) > 1 else whole)
 
     @classmethod
     def open(cls) -> Policy:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..edits import Edit
+from ..engine import turned_away
+from ..engine.reservation import ROOM, Reservation
+from ..engine.reservation import encode as reserve
 from ..engine.shared import take
 from ..engine.wire import KEY, Spec, Take, encode
 from ..points import Point
@@ -19,8 +22,7 @@ from ..selectors import Context
 if TYPE_CHECKING:
     from .service import Service
 
-_ROOM = 1 << 40  # bytes; the proof captures some rows a point
-_SECONDS = 600.0
+_KEPT = Reservation("", 1, 600.0, 1 << 40, 1 << 40)  # the proof captures some rows a point, and lets them go
 
 
 async def prove(service: Service) -> list[Verdict]:
@@ -48,12 +50,11 @@ async def _rows(service: Service, batch: Trials, edits: list[Edit]) -> dict[Poin
     compiled = compile_edits(edits, Context(batch.ids, has_bos(service.tokenizer, batch.ids), service.tokenizer), service.model)
     spec = Spec(tuple(compiled.terms), tuple(Take(p.kind, p.layer, ((0, None),)) for p in service.tapped), tuple(compiled.gates))
     uid = f"proof.{secrets.token_urlsafe(24)}"
-    params = SamplingParams(**batch.params, extra_args={KEY: encode(uid, spec)})
+    params = SamplingParams(**batch.params, extra_args={KEY: encode(uid, spec), ROOM: reserve(_KEPT)})
     await service.vectors.hold(compiled.vectors)
     try:
-        await service.rpc("admit", uid, b"", 1, _SECONDS, _ROOM)
-        async for _ in service.generate({"prompt_token_ids": batch.ids}, params, uid):
-            pass
+        async for output in service.generate({"prompt_token_ids": batch.ids}, params, uid):
+            turned_away.check(output)
         rows = (await service.rpc("collect", uid))["rows"]
     finally:
         await service.vectors.release(compiled.vectors)

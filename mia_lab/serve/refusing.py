@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import MiaError
+from ..errors import MiaError, MissingRowsError, RoomError
 
 TYPES = {400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError", 409: "ConflictError",
          413: "RequestTooLargeError", 429: "RateLimitError", 503: "ServiceUnavailableError"}
@@ -28,6 +28,13 @@ class Refused(MiaError, ValueError):
     def body(self) -> dict[str, Any]:
         """The answer as JSON."""
         return {"error": {"message": self.message, "type": self.type, "param": None, "code": self.status}}
+
+
+def refused(error: MiaError) -> Refused:
+    """What a client is told of an error: 429 where there may be room later, 409 for what was let go of, else 400."""
+    if isinstance(error, Refused):
+        return error
+    return Refused(429 if isinstance(error, RoomError) else 409 if isinstance(error, MissingRowsError) else 400, str(error))
 
 
 def printable(text: str) -> str:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .service import Service
 
 _ROLES = ("generate", "steer", "capture")
+_TRACE = ("traceparent", "tracestate")  # W3C's headers
 
 
 def routes() -> list[Route]:
@@ -48,7 +49,7 @@ async def run(request: Request) -> Response:
     shas = {sha: asked.vectors.get(sha) for sha in asked.named}
     await service.vectors.hold(shas)
     try:
-        lines = Run(who, asked, engine).lines()
+        lines = Run(who, asked, engine, traced(request)).lines()
         first = await anext(lines)  # what is refused at once has a status of its own
     except BaseException:
         service.later(service.vectors.release(shas))
@@ -63,6 +64,7 @@ async def call(request: Request) -> Response:
     args, vectors = await asyncio.to_thread(batch.call_of, await request.body())
     asked = calls.checked(method, args, engine_of(service))
     names = [name_of(who, uid) for uid in asked.uids]
+    service.metrics.called(method)
     if method == "drop":
         await service.rpc("drop", names)
         return _frame(None)
@@ -99,6 +101,11 @@ def caller() -> Call:
         raise Refused(403, "this key may use the edits of the server's folder alone; a notebook client needs inline = true beside its "
                            "sha256 in serve.toml")
     return who
+
+
+def traced(request: Request) -> dict[str, str] | None:
+    """The headers that say which span a request belongs to; None where there are none, as vLLM has it."""
+    return {name: request.headers[name] for name in _TRACE if name in request.headers} or None
 
 
 def name_of(who: Call, uid: str) -> str:
@@ -155,11 +162,12 @@ async def _after(first: bytes, lines: AsyncIterator[bytes], service: Service, sh
 
 def _described(who: Call) -> dict[str, Any]:
     """What the worker says of itself, and the server of how it serves this caller."""
-    service, limits = who.service, who.catalogue.policy.limits
+    service, policy = who.service, who.catalogue.policy
+    limits = policy.limits
     return service.facts | {"served": {
         "model": service.model_facts.name, "mia_lab": version("mia_lab"), "tokenizer": service.model_facts.tokenizer_hash,
         "max_logprobs": service.engine.vllm_config.model_config.max_logprobs, "body_bytes": limits.body_bytes,
-        "capture_bytes": min(limits.capture_bytes, 1 << 62), "capture_bytes_per_request": limits.capture_bytes_per_request,
+        "capture_bytes": policy.share, "capture_bytes_per_request": limits.capture_bytes_per_request,
         "capture_seconds": limits.capture_seconds}}
 
 

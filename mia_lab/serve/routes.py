@@ -92,7 +92,7 @@ async def edits(request: Request) -> Response:
             doses = resolve(Asked((Named(name),), defaults=False), call.catalogue, LOCAL).doses
             points = sorted({p for edit in served.bundle for p in edit.steps}, key=lambda p: (p.layer, p.kind))
             found.append({"name": name, "kinds": [type(edit).__name__ for edit in served.bundle], "points": [str(p) for p in points],
-                          "doses": {str(p): dose for p, dose in doses.items()}, "sha256": served.sha256,
+                          "doses": {str(p): dose for p, dose in (doses or {}).items()}, "sha256": served.sha256,
                           "model": served.bundle.about["model"]["name"]})
     said: dict[str, Any] = {"digest": call.catalogue.digest, "edits": found}
     if call.key.may("administer"):

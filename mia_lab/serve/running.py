@@ -1,6 +1,7 @@
 """One request: what it asks, what that means for its prompt, and running it with its edits and captures."""
 from __future__ import annotations
 
+import asyncio
 import copy
 import hashlib
 import json
@@ -14,22 +15,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..edits import Edit
+from ..engine import turned_away
+from ..engine.reservation import MAX_NOTE, ROOM, Reservation
+from ..engine.reservation import encode as reserve
 from ..engine.wire import KEY, Spec, Take, encode
-from ..errors import EditError, MiaError, RoomError
+from ..errors import EditError, MiaError
 from ..running.compile import Compiled, compile_edits
 from ..running.submit import has_bos
 from ..selectors import Context
-from . import tracing
 from .asking import Label, Resolved, needs, parse, resolve, takes
 from .call import Call
+from .noting import Noted, noted
 from .policy import Key
-from .refusing import Refused, shown
+from .refusing import Refused, refused, shown
 
 if TYPE_CHECKING:
     from .service import Service
 
 _COMPILED = 256  # edits on prompts of one length, kept compiled
-_MAX_NOTE = 65_536  # bytes
 _MAX_HANDLES = 128  # of one HTTP request
 _UNREAD = ('"mia_lab" stands where vLLM does not read it, so nothing would come of it. Put it into vllm_xargs on /v1/chat/completions, '
            '/v1/completions or /v1/responses, or into sampling_params.extra_args on /inference/v1/generate')
@@ -53,6 +56,8 @@ def run(service: Service, call: Call, prompt: Any, params: Any, request_id: str,
         text = (params.extra_args or {}).get(KEY)
         if text is None and call.asks:
             raise Refused(400, _UNREAD)
+        if ROOM in (params.extra_args or {}):
+            raise Refused(400, f'"{ROOM}" is this server\'s own word to its engine; leave it out, and ask for a capture in "{KEY}"')
         asked = None if text is None else parse(text, call.catalogue.policy.limits)
         resolved = resolve(asked, call.catalogue, call.key) if needs(asked, call.catalogue) else None
         prompt = salted(prompt, call.key)
@@ -92,26 +97,26 @@ class _Request:
 async def _running(service: Service, call: Call, asked: _Request, options: dict[str, Any]) -> AsyncGenerator:
     with ExitStack() as stack:
         with refusing(call):
-            prepared = prepare(service, call, asked)
-            stack.enter_context(_entered(service, prepared))
-        uid = uid_of(call.key.tenant, asked.handle) if asked.handle else secrets.token_urlsafe(24)
+            prompt = await service.compiled.prompt(asked.resolved.edits, asked.ids, call.messages)
+            prepared = prepare(service, asked, prompt)
+            stack.enter_context(service.in_flight.held(prepared.spec, prepared.vectors, prepared.end))
+            uid = uid_of(call.key.tenant, asked.handle) if asked.handle else secrets.token_urlsafe(24)
+            ours = _ours(call, uid, prepared, len(asked.ids) if asked.handle else None)
         resolved, finished = asked.resolved, False
         try:
             await service.vectors.hold(prepared.vectors)
             stack.callback(lambda: service.later(service.vectors.release(prepared.vectors)))
             if asked.handle:
-                with refusing(call):
-                    await _admit(service, call, uid, prepared, len(asked.ids))
                 call.running.add(uid)
             params = copy.copy(asked.params)
-            with refusing(call):
-                params.extra_args = {**(params.extra_args or {}), KEY: _encoded(uid, prepared.spec)}
-            service.metrics.began(resolved.acted, resolved.doses)
-            stack.callback(service.metrics.ended, resolved.acted)
-            stack.enter_context(tracing.said(asked.request_id, _attributes(call, resolved)))
+            params.extra_args = (params.extra_args or {}) | ours
+            stack.enter_context(noted(call, asked.request_id, Noted(resolved.names, resolved.dose, resolved.captures_anything)))
             async with aclosing(service.generate(asked.prompt, params, asked.request_id, **options)) as outputs:
                 async for output in outputs:
-                    call.began, finished = True, output.finished
+                    finished = output.finished
+                    with refusing(call):
+                        turned_away.check(output)
+                    call.began = True
                     yield output
         finally:
             call.running.discard(uid)
@@ -119,24 +124,32 @@ async def _running(service: Service, call: Call, asked: _Request, options: dict[
                 service.later(service.rpc("drop", [uid]))
 
 
-async def _admit(service: Service, call: Call, uid: str, prepared: Prepared, prompt_tokens: int) -> None:
-    """Reserve room for a capture; Refused 413 where it never fits, 429 where it does not now."""
-    limits = call.catalogue.policy.limits
-    if prepared.size > limits.capture_bytes_per_request:
-        raise Refused(413, f"this capture could come to {prepared.size} bytes; {limits.capture_bytes_per_request} a request are the most "
-                           f"here. Ask for fewer points, layers or positions, or a smaller max_tokens")
-    note = json.dumps({"config": call.catalogue.digest, "prompt_tokens": prompt_tokens,
-                       "monitors": [asdict(label) for label in prepared.labels]}).encode()
-    if len(note) > _MAX_NOTE:
+def _ours(call: Call, uid: str, prepared: Prepared, captured: int | None) -> dict[str, str]:
+    """What we add to a request: its spec and, where rows are captured, room for them. captured: the prompt's tokens then.
+
+    Refused 400 for what cannot be sent to the engine, 413 for a capture that never fits.
+    """
+    try:
+        found = {KEY: encode(uid, prepared.spec)}
+    except ValueError as error:
+        raise Refused(400, f"these edits or positions cannot be sent to the engine: {error}") from None
+    if captured is None:
+        return found
+    policy = call.catalogue.policy
+    limits, most = policy.limits, min(policy.limits.capture_bytes_per_request, policy.share)
+    note = json.dumps({"config": call.catalogue.digest, "prompt_tokens": captured,
+                       "monitors": [asdict(label) for label in prepared.labels]})
+    if prepared.size + len(note) > most:
+        raise Refused(413, f"this capture could come to {prepared.size + len(note)} bytes; {most} a request are the most here. Ask for "
+                           f"fewer points, layers or positions, or a smaller max_tokens")
+    if len(note) > MAX_NOTE:
         raise Refused(400, f"a request monitors fewer readings than {len(prepared.labels)}")
-    if not await service.rpc("admit", uid, note, prepared.size, limits.capture_seconds, limits.capture_bytes):
-        raise Refused(429, f"captures may take {limits.capture_bytes} bytes together here, and these are taken; delete some, or wait")
+    return found | {ROOM: reserve(Reservation(note, prepared.size, limits.capture_seconds, limits.capture_bytes, policy.share))}
 
 
-def prepare(service: Service, call: Call, asked: _Request) -> Prepared:
+def prepare(service: Service, asked: _Request, prompt: Context) -> Prepared:
     """What a request comes to for one prompt; MiaError where it cannot be."""
     ids, longest = asked.ids, service.settings.max_len
-    prompt = Context(ids, has_bos(service.tokenizer, ids), service.tokenizer, call.messages)
     compiled = service.compiled(asked.resolved.edits, prompt)
     read, reduce, matrices, labels = takes(asked.resolved, prompt)
     end = min(len(ids) + (asked.params.max_tokens or longest), longest)
@@ -151,17 +164,6 @@ def _ended(one: Take, last: int) -> Take:
         raise Refused(400, "this request computes none of the rows that it is to capture: a generated token has a row only once the next "
                            "one is generated; raise max_tokens, or capture at \"last\" or \"prompt\"")
     return replace(one, spans=spans)
-
-
-@contextmanager
-def _entered(service: Service, prepared: Prepared) -> Iterator[None]:
-    """A place in the engine's tables while a request runs; Refused 429 where there is none now."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(service.in_flight.held(prepared.spec, prepared.vectors, prepared.end))
-        except RoomError as error:
-            raise Refused(429, f"too many different edits at once: {error}") from None
-        yield
 
 
 def bytes_of(service: Service, spec: Spec, matrices: Mapping[str, torch.Tensor], end: int) -> int:
@@ -181,27 +183,43 @@ class Compiler:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._kept: OrderedDict[tuple, tuple[Compiled, tuple[Edit, ...]]] = OrderedDict()  # with the edits, whose ids name them
+        self._one = asyncio.Lock()  # chat at a time
+
+    async def prompt(self, edits: tuple[Edit, ...], ids: Sequence[int], messages: Sequence[dict] | None) -> Context:
+        """A prompt for edits to be compiled for. Where they act on the tokens of a role, these are found beside the event loop: with some
+        tokenizers that takes seconds for a long chat."""
+        tokenizer = self._service.tokenizer
+        prompt = Context(ids, has_bos(tokenizer, ids), tokenizer, messages)
+        by_role = messages and any(where.reads_messages for edit in edits for where in edit.selectors)
+        if by_role and self._key(edits, prompt) not in self._kept:
+            async with self._one:
+                await asyncio.to_thread(_locate, prompt)
+        return prompt
 
     def __call__(self, edits: tuple[Edit, ...], prompt: Context) -> Compiled:
-        selectors = [one for edit in edits for one in edit.selectors]
-        text = (tuple(prompt.ids), repr(prompt.messages)) if any(s.reads_text for s in selectors) else ()
-        key = tuple(map(id, edits)), prompt.n, prompt.has_bos, text
+        key = self._key(edits, prompt)
         if key not in self._kept:
-            self._kept[key] = self._compile(edits, prompt), edits
+            self._kept[key] = compile_edits(edits, prompt, self._service.model), edits
         self._kept.move_to_end(key)
         while len(self._kept) > _COMPILED:
             self._kept.popitem(last=False)
         return self._kept[key][0]
 
-    def _compile(self, edits: tuple[Edit, ...], prompt: Context) -> Compiled:
-        try:
-            return compile_edits(edits, prompt, self._service.model)
-        except MiaError:
-            raise
-        except Exception as error:  # a chat template is a program, which fails as it likes on messages that it does not expect
-            if not prompt.messages:
-                raise
-            raise EditError(f"where the messages' tokens lie cannot be told: {error}") from None
+    @staticmethod
+    def _key(edits: tuple[Edit, ...], prompt: Context) -> tuple:
+        selectors = [one for edit in edits for one in edit.selectors]
+        text = (tuple(prompt.ids), repr(prompt.messages)) if any(s.reads_text for s in selectors) else ()
+        return tuple(map(id, edits)), prompt.n, prompt.has_bos, text
+
+
+def _locate(prompt: Context) -> None:
+    """Find the tokens of each message; EditError for whatever a chat template, which is a program, does not expect of messages."""
+    try:
+        prompt.turns  # noqa: B018  which it keeps
+    except MiaError:
+        raise
+    except Exception as error:
+        raise EditError(f"where the messages' tokens lie cannot be told: {error}") from None
 
 
 def uid_of(tenant: str, handle: str) -> str:
@@ -214,22 +232,8 @@ def refusing(call: Call) -> Iterator[None]:
     """Refused, noted in the call, for every MiaError within."""
     try:
         yield
-    except Refused as refusal:
-        raise call.refuse(refusal) from None
     except MiaError as error:
-        raise call.refuse(Refused(400, str(error))) from None
-
-
-def _encoded(uid: str, spec: Spec) -> str:
-    try:
-        return encode(uid, spec)
-    except ValueError as error:
-        raise Refused(400, f"these edits or positions cannot be sent to the engine: {error}") from None
-
-
-def _attributes(call: Call, resolved: Resolved) -> dict[str, Any]:
-    return {"mia_lab.config": call.catalogue.digest, "mia_lab.capture": resolved.captures_anything,
-            "mia_lab.edits": [name for name, _ in resolved.acted], "mia_lab.dose": max(resolved.doses.values(), default=0.0)}
+        raise call.refuse(refused(error)) from None
 
 
 def _without_ours(params: Any) -> Any:

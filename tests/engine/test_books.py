@@ -1,6 +1,7 @@
 """The desk's books: who holds which vectors, what is reserved for captures and until when, and which process serves what."""
 from __future__ import annotations
 
+import json
 import random
 from collections import defaultdict
 from typing import Any
@@ -9,9 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mia_lab.engine import reservation
 from mia_lab.engine.beats import Beats
-from mia_lab.engine.held import MAX_NOTE, Held
+from mia_lab.engine.held import Held
+from mia_lab.engine.reservation import MAX_NOTE, Reservation
 from mia_lab.engine.vectors import Vectors, owner_of
+from mia_lab.errors import EditError, MissingRowsError, RoomError
 
 A, B, REQUEST = owner_of("a"), owner_of("b"), ("request", "a")
 
@@ -92,77 +96,142 @@ def test_an_owner_has_a_short_name(name: Any) -> None:
 # -- captures ---------------------------------------------------------------------------------------------------------
 
 
-def test_captures_reserve_room_and_give_it_back(clock: Clock) -> None:
+def room(size: int = 1, note: str = "", seconds: float = 10, limit: int = 100, share: int = 100) -> Reservation:
+    return Reservation(note, size, seconds, limit, share)
+
+
+def test_captures_take_room_and_give_it_back(clock: Clock) -> None:
     held = Held(clock)
-    assert held.admit("t.a", b"note", 60, 10, 100)
-    assert not held.admit("t.b", b"", 41, 10, 100)
-    assert held.admit("t.b", b"", 40, 10, 100)
+    held.admit("t.a", room(56, "note"))
+    with pytest.raises(RoomError, match="your captures may take 100 bytes together here; 60 are taken, and this one could come to 41"):
+        held.admit("t.b", room(41))
+    assert "t.b" not in held
+    held.admit("t.b", room(40))
     assert (len(held), held.bytes) == (2, 100)
     held.drop(["t.a", "never"])
     assert (len(held), held.bytes) == (1, 40)
-    assert held.admit("t.c", b"", 60, 10, 100)
+    held.admit("t.c", room(0, "n" * 60))
+    with pytest.raises(RoomError):
+        held.admit("t.d", room(0, "n"))
 
 
-def test_notes_count_as_well(clock: Clock) -> None:
+def test_each_tenant_has_a_share_of_the_room(clock: Clock) -> None:
     held = Held(clock)
-    assert held.admit("t.a", bytes(60), 0, 10, 100)
-    assert not held.admit("t.b", bytes(60), 0, 10, 100)
-    held.drop(["t.a"])
-    assert held.admit("t.b", bytes(60), 0, 10, 100)
+    half = lambda size: room(size, share=50)  # noqa: E731
+    held.admit("one.a", half(50))
+    with pytest.raises(RoomError, match="your captures may take 50 bytes together here; 50 are taken"):
+        held.admit("one.b", half(1))
+    held.admit("two.a", half(40))
+    with pytest.raises(RoomError, match="all tenants may take 100 bytes together here, and too few are left for 11 more, of which yours"):
+        held.admit("three.a", half(11))
+    held.admit("three.a", half(10))
+    held.drop(["one.a"])
+    held.admit("one.c", half(50))
+    assert held.bytes == 100
 
 
 def test_a_capture_runs_until_its_request_has_ended(clock: Clock) -> None:
     held = Held(clock)
-    held.admit("t.a", b"note", 1, 10, 100)
-    assert held.look("t.a") == (b"note", True)
-    assert held.come("t.a")
-    assert held.look("t.a") == (b"note", True)
+    held.admit("t.a", room(note="note"))
+    assert held.look("t.a") == ("note", True)
     held.end("t.a")
-    assert held.look("t.a") == (b"note", False)
+    assert held.look("t.a") == ("note", False)
     assert held.look("t.b") is None
 
 
 def test_a_capture_whose_time_is_over_goes(clock: Clock) -> None:
     held = Held(clock)
     for uid, seconds in (("t.a", 10), ("t.b", 20)):
-        held.admit(uid, b"", 50, seconds, 100)
+        held.admit(uid, room(50, seconds=seconds))
     clock.now += 9.9
     assert held.expire() == []
     clock.now += 0.1
     assert held.expire() == ["t.a"]
     assert "t.a" not in held and held.bytes == 50
-    assert held.admit("t.c", b"", 50, 1, 100)
+    held.admit("t.c", room(50, seconds=1))
     assert held.renew(["t.b", "t.a"], 100) == ["t.a"]
     clock.now += 50
     assert held.expire() == ["t.c"]
     assert held.renew(["t.b"], 1) == []  # which does not shorten it
     clock.now += 49
     assert held.expire() == []
+    clock.now += 1
+    assert held.expire() == ["t.b"]
 
 
-def test_a_request_whose_capture_ended_before_it_came_is_too_late(clock: Clock) -> None:
+def test_a_capture_whose_time_is_over_makes_room_for_the_next(clock: Clock) -> None:
     held = Held(clock)
-    for uid in ("t.dropped", "t.over", "t.came"):
-        held.admit(uid, b"", 1, 10, 100)
-    assert held.come("t.came")
-    held.drop(["t.dropped"])
+    held.admit("t.a", room(100))
     clock.now += 10
-    held.expire()
-    assert [held.come(uid) for uid in ("t.dropped", "t.over", "t.came", "never")] == [False, False, True, True]
-    with pytest.raises(ValueError, match="used before"):
-        held.admit("t.over", b"", 1, 10, 100)
+    held.admit("t.b", room(100))
+    assert "t.a" not in held and held.bytes == 100
+    assert held.expire() == ["t.a"]  # whose rows are still to be let go of
+    assert held.expire() == []
+
+
+def test_a_request_whose_capture_was_let_go_of_before_is_too_late(clock: Clock) -> None:
+    held = Held(clock)
+    held.drop(["t.early"])
+    with pytest.raises(MissingRowsError, match="let go of before its request came"):
+        held.admit("t.early", room())
+    held.admit("t.held", room())
+    with pytest.raises(EditError, match="a capture of this name is held already"):
+        held.admit("t.held", room())
+    assert (len(held), held.bytes) == (1, 1)
+    held.drop(f"t.{i}" for i in range(1 << 16))
+    held.admit("t.early", room())  # so many names are remembered, and no more
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_the_book_adds_up_whatever_comes(seed: int) -> None:
+    rng, clock, known = random.Random(seed), Clock(), {}
+    held = Held(clock)
+    for i in range(60):
+        uid, asked = f"{rng.choice('ab')}.{i}", room(rng.randint(0, 40), "n" * rng.randint(0, 3), rng.randint(1, 20), 100, 60)
+        size, tenant = asked.size + len(asked.note), uid[0]
+        action = rng.randrange(4)
+        if action == 0:
+            clock.now += rng.randint(0, 5)
+            assert sorted(held.expire()) == sorted(name for name, (_, until) in known.items() if until <= clock.now)
+        elif action == 1:
+            held.drop(rng.sample(sorted(known), min(len(known), 2)))
+        else:
+            known = {name: one for name, one in known.items() if name in held}
+            mine = sum(taken for name, (taken, _) in known.items() if name[0] == tenant)
+            fits = mine + size <= 60 and sum(taken for taken, _ in known.values()) + size <= 100
+            try:
+                held.admit(uid, asked)
+                came = True
+                known[uid] = size, clock.now + asked.seconds
+            except RoomError:
+                came = False
+            assert came == fits
+        known = {name: one for name, one in known.items() if name in held}
+        assert held.bytes == sum(taken for taken, _ in known.values()) and len(held) == len(known)
+
+
+def test_a_reservation_crosses_as_it_was() -> None:
+    asked = Reservation('{"said": "a \\ \u00e9"}', 7, 1.5, 1 << 50, 0)
+    assert reservation.decode(reservation.encode(asked)) == asked
+    reservation.encode(room(note='"' * MAX_NOTE))
 
 
 @pytest.mark.parametrize("wrong", [
-    dict(uid=""), dict(uid="x" * 65), dict(uid="a b"), dict(uid=7), dict(note="text"), dict(note=bytes(MAX_NOTE + 1)), dict(size=-1),
-    dict(size=1.5), dict(seconds=0), dict(seconds=-1.0), dict(seconds=float("nan")), dict(seconds=float("inf")), dict(seconds="10"),
-    dict(uid="t.taken")])
+    dict(note=None), dict(note=b"text"), dict(note="n" * (MAX_NOTE + 1)), dict(size=-1), dict(size=1.5), dict(size=True),
+    dict(size=1 << 63), dict(seconds=0), dict(seconds=-1.0), dict(seconds=float("nan")), dict(seconds=float("inf")), dict(seconds="10"),
+    dict(seconds=True), dict(limit=-1), dict(limit=None), dict(share="9"), dict(more=1)])
 def test_what_is_out_of_bounds_is_refused(wrong: dict[str, Any]) -> None:
-    held = Held()
-    held.admit("t.taken", b"", 1, 10, 100)
-    with pytest.raises(ValueError, match=r"capture"):
-        held.admit(**dict(uid="t.a", note=b"", size=1, seconds=10.0, limit=100) | wrong)
-    assert (len(held), held.bytes) == (1, 1)
+    said = dict(note="", size=1, seconds=10.0, limit=100, share=100) | wrong
+    with pytest.raises(ValueError, match=r"capture|reservation"):
+        reservation.decode(json.dumps(said, default=str) if b"text" not in said.values() else said)
+
+
+@pytest.mark.parametrize("text", [None, 7, b"{}", "", "{", "[]", "{}", "7", '"text"', "[" * 100_000, "n" * (1 << 18), '{"note": ""}',
+                                  '{"size": ' + "9" * 5000 + "}"])
+def test_what_is_no_reservation_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        reservation.decode(text)
 
 
 # -- beats ------------------------------------------------------------------------------------------------------------

@@ -7,50 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from desks import EVERY, MATRIX, NARROW, ONE, SETTINGS, THREE, VECTORS, Worker, add, at, facts, is_empty, request, room
 
 from mia_lab.engine.core import hook
 from mia_lab.engine.desk import Desk
-from mia_lab.engine.wire import KEY, Gate, Reduce, Spec, Take, Term, address, encode
+from mia_lab.engine.wire import Gate, Reduce, Spec, Take, Term
 from mia_lab.errors import EditError, MiaError, RoomError
-
-WIDTH = 4
-SITES = [["resid_post", 0], ["resid_post", 1], ["q", 0], ["attention", 0]]
-SHAPES = [["resid_post", 0, [WIDTH]], ["resid_post", 1, [WIDTH]], ["q", 0, [2, WIDTH]], ["attention", 0, [2, WIDTH]], ["embed", 0, [WIDTH]]]
-KINDS = ("add", "ablate", "clamp", "scale", "replace", "affine", "clampfeature", "attentionbias")
-SETTINGS = {"edits": KINDS, "max_requests": 2, "chunked": True, "max_len": 16}
-EVERY = ((0, None),)
-
-
-def bytes_of(*shape: int, fill: float = 1.0) -> tuple[str, tuple[int, bytes]]:
-    rows = torch.full(shape, fill).numpy().tobytes()
-    return address(shape[0], rows), (shape[0], rows)
-
-
-ONE, THREE, NARROW, MATRIX = bytes_of(1, WIDTH), bytes_of(3, WIDTH), bytes_of(1, 3), bytes_of(2, WIDTH + 1)
-VECTORS = dict([ONE, THREE, NARROW, MATRIX])
-
-
-class Worker:
-    """What the desk asked of the worker, in order."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple] = []
-
-    def __call__(self, name: str, *args: Any) -> Any:
-        self.asked.append((name, *args))
-        return {"rows": [["resid_post", 0]], "counts": {"rows": 5, "dropped": 0, "gates": [1, 2]}}.get(name)
-
-    def heard(self) -> list[tuple]:
-        """What was asked since the last call."""
-        asked, self.asked = self.asked, []
-        return asked
-
-
-def facts(**other: Any) -> dict[str, Any]:
-    found = {"shapes": SHAPES, "sites": SITES, "read_only": ["q"], "captured_tokens": 8, "bank_rows": 6, "programs": 4, "terms": 8,
-             "plans": 2, "biased_tokens": 20}
-    return found | {"settings": SETTINGS} | other
 
 
 @pytest.fixture
@@ -64,20 +26,6 @@ def desk(worker: Worker) -> Desk:
     made.register(VECTORS, "client")
     worker.heard()
     return made
-
-
-def request(spec: Any, name: str = "r", uid: str = "t.uid", prompt: int | None = 4, max_tokens: int = 4) -> Any:
-    text = encode(uid, spec) if isinstance(spec, Spec) else spec
-    return SimpleNamespace(request_id=name, prompt_token_ids=None if prompt is None else list(range(prompt)), resumable=False,
-                           sampling_params=SimpleNamespace(extra_args={KEY: text}, max_tokens=max_tokens))
-
-
-def add(sha: str = ONE[0], layer: int = 0, spans: tuple = EVERY, **other: Any) -> Term:
-    return Term("add", "resid_post", layer, spans, write=sha, **other)
-
-
-def at(kind: str = "resid_post", layer: int = 0, before: bool = False) -> Take:
-    return Take(kind, layer, EVERY, before)
 
 
 def reduced(*matrices: tuple[str, int, str], **how: Any) -> Spec:
@@ -117,12 +65,6 @@ WRONG = {
 }
 
 
-def is_empty(desk: Desk) -> bool:
-    """Whether nothing of any request is held: what the client lets go of is gone, and the tables have all their room."""
-    desk.forget(list(VECTORS), "client")
-    return not any(sha in desk.vectors for sha in VECTORS) and not desk._guests and not len(desk._in_flight)
-
-
 @pytest.mark.parametrize("spec", RIGHT.values(), ids=RIGHT)
 def test_what_fits_is_let_in_and_holds_its_vectors_until_it_leaves(desk: Desk, worker: Worker, spec: Spec) -> None:
     desk.enter(request(spec))
@@ -139,11 +81,10 @@ def test_what_fits_is_let_in_and_holds_its_vectors_until_it_leaves(desk: Desk, w
 
 @pytest.mark.parametrize(("spec", "says"), WRONG.values(), ids=WRONG)
 def test_what_the_engine_cannot_run_is_turned_away_and_leaves_nothing(desk: Desk, spec: Any, says: str) -> None:
-    desk.admit("t.uid", b"", 1, 10, 10)
     with pytest.raises(EditError, match=says):
-        desk.enter(request(spec))
+        desk.enter(request(spec, room=room()))
     assert is_empty(desk)
-    assert desk.collect("t.uid")["running"] is (spec == 7)
+    assert desk.collect("t.uid") is None and desk.held.bytes == 0
 
 
 @pytest.mark.parametrize(("other", "spec", "says"), [
@@ -253,61 +194,8 @@ def test_what_the_worker_does_not_take_is_not_entered(worker: Worker) -> None:
     assert ONE[0] not in desk.vectors
 
 
-def test_a_capture_is_collected_by_name_while_it_is_held(desk: Desk, worker: Worker) -> None:
-    call = lambda name, *args: desk.answer(f"mia_{name}", args)[0]  # noqa: E731
-    assert call("collect", "t.uid") is None
-    assert call("admit", "t.uid", b"note", 10, 60, 15) is True
-    assert call("admit", "t.more", b"", 10, 60, 15) is False
-    assert call("collect", "t.uid", 3) == {"note": b"note", "running": True, "rows": [["resid_post", 0]]}
-    assert worker.heard() == [("rows", "t.uid", 3)]
-    desk.enter(request(Spec(takes=(at(),))))
-    assert call("collect", "t.uid")["running"]
-    desk.leave("r")
-    assert not call("collect", "t.uid")["running"]
-    assert call("beat", "p", "")["held"] == [1, 10]
-    worker.heard()
-    call("drop", ["t.uid", "other"])
-    assert worker.heard() == [("drop", ["t.uid", "other"])]
-    assert call("collect", "t.uid") is None
-    assert call("beat", "p", "") == {"wanted": "", "version": 0, "owners": {"p": ["", 0.0]}, "rows": 5, "dropped": 0, "gates": [1, 2],
-                                     "held": [0, 0]} | {"owners": desk.beats.beat("p", "")["owners"]}
-
-
-def test_rows_captured_after_their_capture_was_let_go_are_dropped_when_the_request_ends(desk: Desk, worker: Worker) -> None:
-    desk.admit("t.uid", b"", 1, 60, 10)
-    desk.enter(request(Spec(takes=(at(),))))
-    desk.drop(["t.uid"])
-    worker.heard()
-    desk.leave("r")
-    desk.answer("mia_publish", ("digest",))
-    assert worker.heard() == [("drop", ["t.uid"])]
-
-
-def test_a_capture_that_was_let_go_turns_its_request_away(desk: Desk) -> None:
-    desk.admit("t.uid", b"", 1, 60, 10)
-    desk.drop(["t.uid"])
-    with pytest.raises(EditError, match="the time of this capture ended"):
-        desk.enter(request(Spec(takes=(at(),))))
-
-
-def test_what_is_over_goes_with_the_next_call(desk: Desk, worker: Worker) -> None:
-    now = [0.0]
-    desk.held._clock = lambda: now[0]
-    desk.admit("t.uid", b"", 1, 5, 10)
-    now[0] = 5.0
-    assert desk.answer("mia_collect", ("t.uid",)) == [None]
-    assert worker.heard() == [("drop", ["t.uid"])]
-
-
-def test_rows_that_nobody_admitted_are_their_clients(desk: Desk, worker: Worker) -> None:
-    desk.enter(request(Spec(takes=(at(),)), uid="session"))
-    desk.leave("r")
-    desk.answer("mia_beat", ("p", ""))
-    assert worker.heard() == [("counts",)]
-
-
 def test_other_calls_are_the_workers(desk: Desk) -> None:
-    for method in ("mia_fetch", "mia_enter", "mia_answer", "mia__forget", "beat", "mia_", "mia_call"):
+    for method in ("mia_fetch", "mia_enter", "mia_undo", "mia_admit", "mia_answer", "mia__forget", "beat", "mia_", "mia_call"):
         assert desk.answer(method, ("x", ["y"])) is None
 
 

@@ -12,8 +12,11 @@ import torch
 from parity import scenario
 
 import mia_lab as mia
+from mia_lab.engine import turned_away
+from mia_lab.engine.reservation import ROOM, Reservation
+from mia_lab.engine.reservation import encode as reserve
 from mia_lab.engine.wire import KEY, Gate, Spec, Take, Term, address, encode
-from mia_lab.errors import EditError, RoomError
+from mia_lab.errors import EditError, MissingRowsError, RoomError
 
 pytestmark = pytest.mark.full
 
@@ -37,10 +40,10 @@ def call(session: mia.Session, name: str, *args: Any) -> Any:
     return session._engine.llm.collective_rpc(f"mia_{name}", args=args)[0]
 
 
-def sampling(text: Any = None, max_tokens: int = 8, **other: Any) -> Any:
+def sampling(text: Any = None, max_tokens: int = 8, room: str | None = None, **other: Any) -> Any:
     from vllm import SamplingParams
 
-    extra = None if text is None else {KEY: text}
+    extra = None if text is None else {KEY: text} | ({} if room is None else {ROOM: room})
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, extra_args=extra, **other)
 
 
@@ -64,9 +67,8 @@ def to_the_end(session: mia.Session) -> None:
         engine.step()
 
 
-def admitted(session: mia.Session, uid: str) -> str:
-    assert call(session, "admit", uid, b"note", 1000, 60.0, 1 << 20)
-    return uid
+def kept(size: int = 996, seconds: float = 60.0, share: int = 1 << 20) -> str:
+    return reserve(Reservation("note", size, seconds, 1 << 20, share))
 
 
 # -- turned away ------------------------------------------------------------------------------------------------------
@@ -120,13 +122,13 @@ def test_where_the_tables_are_full_a_request_is_turned_away_and_the_others_run(s
 # -- captures ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_admitted_capture_is_what_a_session_captures(session: mia.Session) -> None:
-    uid = admitted(session, "t.whole")
-    assert call(session, "collect", uid) == {"note": b"note", "running": True, "rows": []}
-    begun(session, IDS, encode(uid, EVERYTHING))
+def test_a_capture_that_is_kept_is_what_a_session_captures(session: mia.Session) -> None:
+    uid = "t.whole"
+    begun(session, IDS, encode(uid, EVERYTHING), room=kept())
+    assert call(session, "collect", uid) == {"note": "note", "running": True, "rows": []}
     to_the_end(session)
     found = call(session, "collect", uid)
-    assert (found["note"], found["running"]) == (b"note", False)
+    assert (found["note"], found["running"]) == ("note", False)
     _, cache = session.run_with_cache(IDS, max_tokens=8, ignore_eos=True)
     for (kind, layer), (positions, rows) in taken(found).items():
         assert positions == list(range(len(IDS) + 7))
@@ -139,9 +141,8 @@ def test_an_admitted_capture_is_what_a_session_captures(session: mia.Session) ->
 
 
 def test_rows_of_a_request_that_was_aborted_are_there_until_they_are_let_go(session: mia.Session) -> None:
-    uid = admitted(session, "t.aborted")
-    engine = session._engine.llm.llm_engine
-    name = begun(session, IDS, encode(uid, EVERYTHING), max_tokens=100)
+    uid, engine = "t.aborted", session._engine.llm.llm_engine
+    name = begun(session, IDS, encode(uid, EVERYTHING), max_tokens=100, room=kept())
     for _ in range(4):
         engine.step()
     assert call(session, "collect", uid)["running"]
@@ -155,17 +156,17 @@ def test_rows_of_a_request_that_was_aborted_are_there_until_they_are_let_go(sess
 
 
 def test_a_request_aborted_before_it_ran_has_ended(session: mia.Session) -> None:
-    uid = admitted(session, "t.never")
-    name = begun(session, IDS, encode(uid, EVERYTHING))
+    uid = "t.never"
+    name = begun(session, IDS, encode(uid, EVERYTHING), room=kept())
     assert call(session, "collect", uid)["running"]
     session._engine.llm.llm_engine.abort_request([name], internal=True)
-    assert call(session, "collect", uid) == {"note": b"note", "running": False, "rows": []}
+    assert call(session, "collect", uid) == {"note": "note", "running": False, "rows": []}
     call(session, "drop", [uid])
 
 
 def test_rows_of_a_capture_that_was_let_go_while_it_ran_are_not_kept(session: mia.Session) -> None:
-    uid = admitted(session, "t.left")
-    begun(session, IDS, encode(uid, EVERYTHING))
+    uid = "t.left"
+    begun(session, IDS, encode(uid, EVERYTHING), room=kept())
     session._engine.llm.llm_engine.step()
     call(session, "drop", [uid])
     to_the_end(session)
@@ -175,25 +176,54 @@ def test_rows_of_a_capture_that_was_let_go_while_it_ran_are_not_kept(session: mi
 
 
 def test_a_capture_whose_time_is_over_is_gone(session: mia.Session) -> None:
-    assert call(session, "admit", "t.short", b"", 10, 1e-3, 1 << 20)
+    begun(session, IDS, encode("t.short", EVERYTHING), room=kept(seconds=1e-3))
     time.sleep(2e-3)
     assert call(session, "collect", "t.short") is None
-    with pytest.raises(EditError, match="the time of this capture ended"):
-        begun(session, IDS, encode("t.short", EVERYTHING))
+    to_the_end(session)
+    session.generate(IDS, max_tokens=1)
+    assert call(session, "beat", "test", "")["held"][1] == 0
+    assert session._engine.rpc("fetch", ["t.short"], "resid_post", 0, False, True)[0][0].numel() == 0
+
+
+def test_without_room_a_request_is_turned_away_and_takes_none(session: mia.Session) -> None:
+    held = lambda: call(session, "beat", "test", "")["held"]  # noqa: E731
+    call(session, "drop", ["t.gone"])
+    for uid, room, error, says in (("t.much", kept(share=999), RoomError, "your captures may take 999 bytes"),
+                                   ("t.wrong", "{}", EditError, "cannot be read"),
+                                   ("t.gone", kept(), MissingRowsError, "let go of before its request came")):
+        with pytest.raises(error, match=says):
+            begun(session, IDS, encode(uid, EVERYTHING), room=room)
+        assert held() == [0, 0]
     assert not session._engine.llm.llm_engine.has_unfinished_requests()
+    session.capture(IDS, "resid_post", layers=1).get()
+
+
+def test_a_request_that_vllm_does_not_take_keeps_no_room(session: mia.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.request import Request
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("another fault of this request")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Request, "from_engine_core_request", fail)
+        with pytest.raises(ValueError, match="another fault"):
+            begun(session, IDS, encode("t.fault", EVERYTHING), room=kept())
+    engine = session._engine.llm.llm_engine
+    engine.abort_request(list(engine.output_processor.request_states), internal=True)
+    assert call(session, "beat", "test", "")["held"] == [0, 0]
 
 
 def test_rows_of_preempted_requests_are_whole(open_tiny: Callable[..., Any]) -> None:
     session = open_tiny("llama", **PLAIN)
     alone, prompts = [], [[1, *range(40 + i, 75 + i)] for i in range(4)]
     for i, ids in enumerate(prompts):
-        begun(session, ids, encode(admitted(session, f"a.{i}"), EVERYTHING), max_tokens=40)
+        begun(session, ids, encode(f"a.{i}", EVERYTHING), max_tokens=40, room=kept())
         to_the_end(session)
         alone.append(taken(call(session, "collect", f"a.{i}")))
     session = open_tiny("llama", **PLAIN | dict(num_gpu_blocks_override=10))
     before = scenario.preemptions(session)
     for i, ids in enumerate(prompts):
-        begun(session, ids, encode(admitted(session, f"t.{i}"), EVERYTHING), max_tokens=40)
+        begun(session, ids, encode(f"t.{i}", EVERYTHING), max_tokens=40, room=kept())
     to_the_end(session)
     assert scenario.preemptions(session) > before
     for i, theirs in enumerate(alone):
@@ -261,12 +291,17 @@ def test_in_its_own_process_the_others_of_a_batch_go_on(apart: mia.Session) -> N
     asked = [sampling(), *map(sampling, WRONG.values()), sampling()]
     outputs = apart._engine.llm.generate([{"prompt_token_ids": one} for one in ids], asked, use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", *["error"] * len(WRONG), "length"]
+    reasons = [turned_away.reason(output) for output in outputs]
+    assert reasons[0] is reasons[-1] is None
+    assert all(isinstance(error, EditError) for error in reasons[1:-1])
+    expected = ("resid_pre.0 is not tapped", "resid_post.99 is not", "is not registered", "needs v=2", "a string")
+    assert all(words in str(error) for words, error in zip(expected, reasons[1:-1], strict=True))
     assert [outputs[i].outputs[0].text for i in (0, -1)] == [apart.generate(ids[i], max_tokens=8, ignore_eos=True) for i in (0, -1)]
 
 
 def test_in_its_own_process_captures_are_held_by_name(apart: mia.Session) -> None:
-    uid = admitted(apart, "t.apart")
-    apart._engine.llm.generate([{"prompt_token_ids": IDS}], sampling(encode(uid, EVERYTHING)), use_tqdm=False)
+    uid = "t.apart"
+    apart._engine.llm.generate([{"prompt_token_ids": IDS}], sampling(encode(uid, EVERYTHING), room=kept()), use_tqdm=False)
     found = call(apart, "collect", uid)
     _, cache = apart.run_with_cache(IDS, max_tokens=8, ignore_eos=True)
     assert not found["running"] and len(found["rows"]) == 2
@@ -274,7 +309,13 @@ def test_in_its_own_process_captures_are_held_by_name(apart: mia.Session) -> Non
         assert positions == list(range(len(IDS) + 7))
         assert torch.equal(rows, cache[kind, layer][0])
     assert call(apart, "beat", "test", "d")["held"] == [1, 1000]
-    with pytest.raises(Exception, match="used before"):
-        call(apart, "admit", uid, b"", 1, 1.0, 1 << 20)
+    full = sampling(encode("t.more", EVERYTHING), room=kept(share=1999))
+    outputs = apart._engine.llm.generate([{"prompt_token_ids": IDS}] * 2, [sampling(), full], use_tqdm=False)
+    error = turned_away.reason(outputs[1])
+    assert isinstance(error, RoomError) and "1000 are taken, and this one could come to 1000" in str(error)
+    assert turned_away.reason(outputs[0]) is None and call(apart, "beat", "test", "d")["held"] == [1, 1000]
+    with pytest.raises(RoomError, match="your captures may take 1999 bytes"):
+        apart._engine.run([IDS], [full])
+    assert apart.generate(IDS, max_tokens=2)
     call(apart, "drop", [uid])
     assert call(apart, "collect", uid) is None

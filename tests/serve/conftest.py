@@ -23,6 +23,7 @@ PROMPT = "The weather this morning was"
 OTHER = "I opened the letter and"
 MESSAGES = [{"role": "user", "content": "How was your holiday by the sea?"}]
 TOKENS = 12
+PAGE = "https://page.example"  # which may read what the server with keys answers
 PAIRS = [("I love this wonderful day", "I hate this awful day"), ("What a delightful gift", "What a horrible mess"),
          ("She smiled with joy", "She cried in pain")]
 
@@ -94,7 +95,7 @@ def server(known: Known, spans: Spans, tmp_path_factory: pytest.TempPathFactory)
 
 KEYS = {"root": dict(tenant="ops", roles=["generate", "steer", "capture", "administer"]),
         "acme": dict(tenant="acme", roles=["generate", "steer", "capture"]),
-        "beta": dict(tenant="beta", roles=["generate", "steer", "capture"]),
+        **{name: dict(tenant=name, roles=["generate", "steer", "capture"]) for name in ("beta", "gamma")},
         "plain": dict(tenant="acme", roles=["generate"]),
         "capped": dict(tenant="acme", roles=["generate", "steer"], edits=["cheerful", "mood"], max_dose=0.5)}
 LIMITS = {"request_bytes": 4096, "capture_bytes_per_request": 400_000, "capture_bytes": 4_000_000, "body_bytes": 50_000}
@@ -145,5 +146,6 @@ def guarded(known: Known, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     write_policy(folder)
     patient = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120"}  # a line to one process stays open while others are asked
     place, said = tmp_path_factory.mktemp("keys"), {"serve": str(folder)}
-    with running(place, said, "--enable-prompt-tokens-details", processes=2, env=patient) as found:
+    options = ["--enable-prompt-tokens-details", "--allowed-origins", json.dumps([PAGE])]
+    with running(place, said, *options, processes=2, env=patient) as found:
         yield Guarded(found, folder)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -21,20 +21,25 @@ class Spans:
         self.found: list[tuple[str, dict[str, Any]]] = []
 
     def add(self, body: bytes) -> None:
-        """Note the spans of one export: names and attributes."""
+        """Note the spans of one export: names and attributes, and the trace's id as "trace"."""
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             for scope in resource.scope_spans:
-                self.found += [(span.name, {one.key: _plain(one.value) for one in span.attributes}) for span in scope.spans]
+                self.found += [(span.name, {one.key: _plain(one.value) for one in span.attributes} | {"trace": span.trace_id.hex()})
+                               for span in scope.spans]
 
     def wait(self, request: str) -> dict[str, Any]:
         """The attributes of the `llm_request` span of a request whose id holds this; AssertionError where none comes."""
+        return self.several(1, lambda found: request in str(found.get("gen_ai.request.id")))[0]
+
+    def several(self, n: int, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+        """The attributes of all `llm_request` spans that are wanted, once there are so many; AssertionError where they do not come."""
         end = time.monotonic() + 20
         while time.monotonic() < end:
-            for name, attributes in self.found:
-                if name == "llm_request" and request in str(attributes.get("gen_ai.request.id")):
-                    return attributes
+            said = [attributes for name, attributes in list(self.found) if name == "llm_request" and wanted(attributes)]
+            if len(said) >= n:
+                return said
             time.sleep(0.1)
-        raise AssertionError(f"no span of {request} among {self.found}")
+        raise AssertionError(f"there are no {n} such spans among {self.found}")
 
 
 def _plain(value: Any) -> Any:

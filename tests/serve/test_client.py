@@ -29,6 +29,7 @@ pytestmark = pytest.mark.full
 POINTS = ["resid_pre", "resid_post", "mlp_out", "attn_out", "q", "k", "v", "z", "mlp_act", "final_norm"]
 OPTIONS = dict(points=POINTS, max_model_len=128, max_num_seqs=8, enforce_eager=True, max_biased_tokens=256)
 PROMPTS = ["steer me", "a longer prompt of text", "b"]
+SHARE = 24_000_000
 KEYS = {"acme": dict(tenant="acme", roles=["generate", "steer", "capture"], inline=True),
         "rival": dict(tenant="rival", roles=["generate", "steer", "capture"], inline=True),
         "reader": dict(tenant="reader", roles=["generate"]),
@@ -59,7 +60,7 @@ def host(models: Path, bundle: Path, tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("served")
     (folder / "bundles").mkdir()
     (folder / "bundles" / "push.steer.zip").write_bytes(as_zip(bundle))
-    lines = ["[limits]", "capture_bytes_per_request = 4000000", "body_bytes = 4000000"]
+    lines = ["[limits]", "capture_bytes_per_request = 4000000", f"capture_bytes_per_tenant = {SHARE}", "body_bytes = 4000000"]
     for key, may in KEYS.items():
         lines += ["[[keys]]", f'sha256 = "{hashlib.sha256(key.encode()).hexdigest()}"']
         lines += [f"{name} = {json.dumps(value)}" for name, value in may.items()]
@@ -266,6 +267,25 @@ def test_tenants_do_not_reach_one_anothers_rows(client: Client, host: Server) ->
         rival._engine.rpc("drop", sorted(uids))
         assert rival.capture("abc", layers=0).get().shape == rows.shape
     assert torch.isfinite(rows.get()).all()
+
+
+def test_what_the_engine_turns_away_is_told_in_words(client: Client, host: Server) -> None:
+    with mia.Client(host.url, "rival") as rival:
+        assert rival._engine.capture_room() == SHARE
+        kept = []
+        with pytest.raises(ServerError, match=f"your captures may take {SHARE} bytes together here") as found:  # noqa: PT012
+            while len(kept) < 50:
+                kept.append(rival.run_with_cache(["a" * 100] * 4)[1])
+        assert found.value.status == 429
+        assert len(kept) > 1
+        assert client.capture("abc", layers=0).get().isfinite().all()  # whose room is its own
+        assert kept[0]["resid_post", 0].get().isfinite().any()
+        rival._engine.rpc("drop", kept.pop()._source._uids)
+        assert rival.capture("abc", layers=0).get().isfinite().all()
+    largest = (SPEC % (0, b"2")).replace(b'"reduce":null', b'"reduce":[[],null,false,1000,false]')
+    turned_away = host.ask("POST", "/mia/run", body(specs=[largest], asks=[[UID, 0, 0]]), "acme")
+    assert turned_away.status == 400
+    assert re.match("the 1000 largest of .* values were asked for at resid_post.0", turned_away.message)
 
 
 def test_vectors_that_a_server_let_go_of_are_sent_again(client: Client, session: mia.Session, direction: torch.Tensor) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
+from starlette.middleware.cors import CORSMiddleware
 
 from mia_lab.errors import UnsupportedError
 from mia_lab.serve import captures, hook, routes
@@ -24,6 +26,7 @@ from mia_lab.serve.policy import EVERYONE, Policy
 from mia_lab.serve.refusing import Refused
 
 OPEN = Policy.open()
+LOCKED = Policy.read(b'[[keys]]\nsha256 = "' + b"0" * 64 + b'"\ntenant = "a"\nroles = ["generate"]\n')
 
 
 @pytest.mark.parametrize(("method", "path", "role"), [
@@ -49,11 +52,11 @@ class Bare(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-def serve(app: Any, policy: Policy = OPEN, **more: Any) -> Any:
+def serve(app: Any, policy: Policy = OPEN, make: Any = Front, **more: Any) -> Any:
     """A front with as much of a service as it needs, and what it sends for one request."""
     service = SimpleNamespace(catalogue=Bare(policy=policy, bundles={}, digest="d" * 16), nobody=EVERYONE,
-                              metrics=SimpleNamespace(refused=lambda refusal: None), routes=None, **more)
-    front = Front(app, service)
+                              metrics=SimpleNamespace(refused=lambda refusal: None), **{"routes": None} | more)
+    front = make(app, service)
 
     def ask(path: str = "/v1/completions", method: str = "POST", **scope: Any) -> list[dict[str, Any]]:
         sent: list[dict[str, Any]] = []
@@ -61,7 +64,7 @@ def serve(app: Any, policy: Policy = OPEN, **more: Any) -> Any:
         async def send(message: dict[str, Any]) -> None:
             sent.append(message)
 
-        asyncio.run(front({"type": "http", "method": method, "path": path, "headers": [], **scope}, None, send))
+        asyncio.run(front({"type": "http", "method": method, "path": path, "headers": [], "query_string": b"", **scope}, None, send))
         return sent
 
     return ask
@@ -134,16 +137,53 @@ def test_other_errors_are_vllms_own() -> None:
 
 
 def test_a_prefix_of_a_proxy_opens_no_door() -> None:
-    policy = Policy.read(b'[[keys]]\nsha256 = "' + b"0" * 64 + b'"\ntenant = "a"\nroles = ["generate"]\n')
     for path, root in (("/x/v1/models", "/x"), ("/v1/models", "/x"), ("/health/v1/models", "/health"), ("/xhealth", "/x")):
-        start, _ = serve(answering, policy)(path, "GET", root_path=root)
+        start, _ = serve(answering, LOCKED)(path, "GET", root_path=root)
         assert start["status"] == 401, path
-    assert serve(answering, policy)("/x/health", "GET", root_path="/x")[0]["status"] == 200
+    assert serve(answering, LOCKED)("/x/health", "GET", root_path="/x")[0]["status"] == 200
+
+
+ORIGIN = (b"origin", b"https://page.example")
+PREFLIGHT = [ORIGIN, (b"access-control-request-method", b"POST"), (b"access-control-request-headers", b"authorization")]
+
+
+def with_cors(policy: Policy, *origins: str) -> Any:
+    """A front before an app that has CORS as vLLM's does, for pages of these origins, and what it sends."""
+    async def ours(scope: Any, receive: Any, send: Any) -> None:
+        raise Refused(404, "no such capture")
+
+    app = FastAPI()
+    app.get("/v1/models")(lambda: {"data": []})
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-other"])
+    return serve(app.build_middleware_stack(), policy, hook._fronting, routes=ours)
+
+
+@pytest.mark.parametrize("policy", [OPEN, LOCKED])
+@pytest.mark.parametrize("path", ["/v1/completions", "/mia/captures/x"])
+def test_a_browser_may_ask_first_without_a_key(path: str, policy: Policy) -> None:
+    for origins, status in ((("*",), 200), (("https://page.example",), 200), (("https://other.example",), 400)):
+        start, _ = with_cors(policy, *origins)(path, "OPTIONS", headers=PREFLIGHT)
+        assert start["status"] == status
+        assert dict(start["headers"]).get(b"access-control-allow-headers") == b"authorization"
+    lacking = 401 if policy is LOCKED else 404
+    assert with_cors(policy, "*")(path, "OPTIONS")[0]["status"] == lacking, "this is no preflight"
+    assert with_cors(policy)(path, "OPTIONS", headers=PREFLIGHT)[0]["status"] == lacking, "this server has no CORS"
+
+
+@pytest.mark.parametrize(("path", "policy", "status"), [("/v1/models", OPEN, 200), ("/v1/models", LOCKED, 401), ("/mia/x", LOCKED, 401),
+                                                        ("/mia/x", OPEN, 404)])
+def test_a_page_reads_every_answer_that_cors_lets_it(path: str, policy: Policy, status: int) -> None:
+    for origins, allowed in ((("*",), b"*"), (("https://page.example",), ORIGIN[1]), (("https://other.example",), None)):
+        start, _ = with_cors(policy, *origins)(path, "GET", headers=[ORIGIN])
+        said = dict(start["headers"])
+        assert (start["status"], said.get(b"access-control-allow-origin"), said[b"vary"]) == (status, allowed, b"Origin")
+        assert said[b"access-control-expose-headers"] == b"x-other, x-mia-lab-config, x-mia-lab-edits, x-mia-lab-capture"
+    assert b"vary" not in dict(with_cors(policy)(path, "GET", headers=[ORIGIN])[0]["headers"])
 
 
 def test_a_websocket_needs_the_highest_role() -> None:
-    policy = Policy.read(b'[[keys]]\nsha256 = "' + b"0" * 64 + b'"\ntenant = "a"\nroles = ["generate"]\n')
-    (sent,) = serve(answering, policy)("/v1/realtime", type="websocket")
+    (sent,) = serve(answering, LOCKED)("/v1/realtime", type="websocket")
     assert sent["type"] == "websocket.close" and sent["code"] == 1008
 
 

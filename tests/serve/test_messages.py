@@ -3,6 +3,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +21,7 @@ from mia_lab.points import Point
 from mia_lab.running.compile import Model
 from mia_lab.selectors import Context
 from mia_lab.serve.call import Call
-from mia_lab.serve.messages import overheard, wanted
+from mia_lab.serve.messages import is_form, overheard, wanted
 from mia_lab.serve.policy import EVERYONE, Key, Policy
 from mia_lab.serve.refusing import Refused
 from mia_lab.serve.running import Compiler, run, salted
@@ -46,16 +49,17 @@ def heard(*parts: bytes) -> Any:
     return call.messages
 
 
-def asks(body: bytes) -> bool:
-    """Whether a call knows, after a body came in two parts, that it speaks of mia_lab."""
-    call, left = Call(EVERYONE, None, None), [body[:20], body[20:]]
+def asks(body: bytes, form: bool = False, size: int = 20) -> bool:
+    """Whether a call knows, after a body came in parts of a size, that it speaks of mia_lab."""
+    call, left = Call(EVERYONE, None, None), [body[i: i + size] for i in range(0, len(body), size)]
 
     async def receive() -> Any:
         return {"type": "http.request", "body": left.pop(0), "more_body": len(left) > 0}
 
     async def main() -> None:
-        read = overheard(receive, call, chat=False)
-        await read(), await read()
+        read = overheard(receive, call, chat=False, form=form)
+        while left:
+            await read()
 
     asyncio.run(main())
     assert call.messages is None
@@ -69,8 +73,37 @@ def test_a_body_is_heard_to_speak_of_mia_lab(body: dict[str, Any], expected: boo
     assert asks(json.dumps(body).encode()) is expected
 
 
-def test_a_long_body_or_no_json_asks_nothing() -> None:
-    assert not asks(b'["mia_lab"]') and not asks(b'{"mia_lab"') and not asks(b'{"mia_lab": "' + b"x" * (9 << 20) + b'"}')
+def test_what_is_no_json_asks_nothing() -> None:
+    assert not asks(b'["mia_lab"]') and not asks(b'{"mia_lab"') and not asks(b'{"mia_lab": ')
+
+
+@pytest.mark.parametrize(("said", "expected"), [
+    ({"mia_lab": {}}, True), ({"vllm_xargs": {"mia_lab": "{}"}}, True), ({"stop": ["mia_lab"], "user": "mia_lab"}, False),
+    ({"prompt": 'so {"mia_lab": 1} it says'}, False)])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_body_that_is_too_long_to_be_kept_is_searched(said: dict[str, Any], expected: bool, first: bool) -> None:
+    long = {"messages": "x" * (9 << 20)}
+    assert asks(json.dumps(said | long if first else long | said, indent=1).encode(), size=65_536) is expected
+
+
+PART = b'--b\r\ncontent-disposition: form-data; name="%s"\r\n\r\n%s\r\n'
+FILE = b'--b\r\nContent-Disposition: form-data; name="file"; filename="mia_lab.wav"\r\n\r\n' + bytes(range(256)) * 200 + b"\r\n"
+
+
+@pytest.mark.parametrize(("body", "expected"), [
+    (FILE + PART % (b"vllm_xargs", b'{"mia_lab": "{}"}') + b"--b--", True), (FILE + PART % (b"vllm_xargs[mia_lab]", b"{}"), True),
+    (PART % (b"mia_lab", b"{}") + FILE, True), (FILE + PART % (b"prompt", b"of mia_lab and \"mia_lab\""), False),
+    (b"vllm_xargs=%7B%22mia_lab%22%3A%22%7B%7D%22%7D", True), (b"vllm_xargs%5bmia_lab%5d=%7B%7D", True), (b"mia_lab=%7B%7D&a=b", True),
+    (b"a=b&mia_lab=1", True), (b"prompt=mia_lab", False)])
+@pytest.mark.parametrize("size", [1, 19, 1 << 16])
+def test_a_form_is_heard_to_speak_of_mia_lab(body: bytes, expected: bool, size: int) -> None:
+    assert asks(body, form=True, size=size) is expected
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(b"multipart/form-data; boundary=b", True), (b"Application/X-WWW-Form-Urlencoded", True),
+                                                (b"application/json", False), (None, False)])
+def test_what_is_a_form(kind: bytes | None, expected: bool) -> None:
+    assert is_form([(b"a", b"form"), *([] if kind is None else [(b"content-type", kind)])]) is expected
 
 
 def test_what_was_asked_and_is_lost_on_the_way_is_refused() -> None:
@@ -119,17 +152,55 @@ def test_an_edit_acts_on_the_tokens_of_its_role(tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.tokenizer(tmp_path))
     tokenizer.chat_template = TEMPLATE
     point = Point("resid_post", 0)
-    compiled = Compiler(SimpleNamespace(model=Model(1, {point: (4,)}, frozenset([point]), edit_kinds=("add",))))
+    model = Model(1, {point: (4,)}, frozenset([point]), edit_kinds=("add",))
+    compiled = Compiler(SimpleNamespace(model=model, tokenizer=tokenizer))
     edits = (mia.Add(torch.ones(4), 1.0, layers=[0], where=mia.role("user")),)
 
     def spans(messages: list[dict[str, str]]) -> Any:
         ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-        return [term.spans for term in compiled(edits, Context(ids, True, tokenizer, messages)).terms]
+        prompt = asyncio.run(compiled.prompt(edits, ids, messages))
+        return [term.spans for term in compiled(edits, prompt).terms]
 
     assert spans(MESSAGES) == [((16, 27),)]  # BOS, then 15 characters of the system's message
     assert spans([{"role": "user", "content": "be kind[user]hello"}]) == [((0, 25),)]
     assert spans([{"role": "user", "content": "be kind"}, {"role": "user", "content": "hello"}]) == [((0, 25),)]  # the same tokens
     with pytest.raises(EditError, match="so it goes"):
-        compiled(edits, Context([1, 2, 3], True, tokenizer, [{"role": "x", "content": "a"}]))
+        asyncio.run(compiled.prompt(edits, [1, 2, 3], [{"role": "x", "content": "a"}]))
     with pytest.raises(EditError, match="needs a prompt of chat messages"):
         compiled(edits, Context([1, 2, 3], True, tokenizer, None))
+
+
+def test_where_messages_lie_is_found_beside_the_event_loop_and_once(tmp_path: Path) -> None:
+    """Whatever other requests do meanwhile; edits that read no role wait for nothing."""
+    places: list[int] = []
+
+    class Slow:
+        bos_token_id = None
+
+        def apply_chat_template(self, messages: Any, tokenize: bool) -> str:
+            places.append(threading.get_ident())
+            time.sleep(0.02)
+            return "".join(one["content"] for one in messages)
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return list(text.encode())
+
+    point = Point("resid_post", 0)
+    service = SimpleNamespace(model=Model(1, {point: (4,)}, frozenset([point]), edit_kinds=("add",)), tokenizer=Slow())
+    compiled, add = Compiler(service), mia.Add(torch.ones(4), 1.0, layers=[0])
+    by_role, plain = (replace(add, where=mia.role("user")),), (add,)
+    chats = [[{"role": "user", "content": "a" * n}, {"role": "bot", "content": "b"}] for n in range(1, 9)]
+
+    async def spans(edits: Any, chat: Any) -> Any:
+        prompt = await compiled.prompt(edits, list("".join(one["content"] for one in chat).encode()), chat)
+        return compiled(edits, prompt).terms[0].spans
+
+    async def main(order: Any, waits: bool) -> list[Any]:
+        found = asyncio.gather(*(spans(by_role, chats[n]) for n in order))
+        await asyncio.sleep(0)  # until they have begun
+        assert await spans(plain, chats[0]) == ((0, None),) and (len(places) < 16) == waits
+        return await found
+
+    assert asyncio.run(main(range(8), waits=True)) == [((0, n),) for n in range(1, 9)]
+    assert len(places) == 16 and threading.get_ident() not in places
+    assert asyncio.run(main(range(7, -1, -1), waits=False)) == [((0, n),) for n in range(8, 0, -1)] and len(places) == 16

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mia_lab.errors import EditError, MiaError, MissingRowsError, RoomError
 from mia_lab.serve.policy import EVERYONE, LOCAL, Limits, Named, Policy, PolicyError, new_key
-from mia_lab.serve.refusing import Refused, printable
+from mia_lab.serve.refusing import Refused, printable, refused
 
 ONE, TWO = (hashlib.sha256(key.encode()).hexdigest() for key in ("one", "two"))
 FULL = f"""
@@ -52,6 +53,17 @@ def test_what_it_says_is_what_holds() -> None:
     with pytest.raises(Refused, match="needs the role 'capture'; your key has generate, steer") as found:
         first.must("capture")
     assert found.value.status == 403 and first.must("steer") is None
+
+
+def test_tenants_that_capture_share_the_room() -> None:
+    share = lambda *keys, limits="": Policy.read(("[limits]\n" + limits + "\n").encode() + b"\n".join(keys)).share  # noqa: E731
+    one, other = key(roles='["capture"]'), key(sha256=f'"{TWO}"', roles='["capture"]', tenant='"other"')
+    whole = Limits().capture_bytes
+    assert share() == share(one) == share(one, key(sha256=f'"{TWO}"', tenant='"other"')) == whole  # who does not capture needs no room
+    assert share(one, other) == whole // 2
+    assert share(one, other, limits="capture_bytes = 9") == 4
+    assert share(one, other, limits="capture_bytes_per_tenant = 77") == share(limits="capture_bytes_per_tenant = 77") == 77
+    assert share(one, limits="capture_bytes = 9\ncapture_bytes_per_tenant = 77") == 9
 
 
 def test_without_keys_everyone_may_all_but_administer() -> None:
@@ -114,6 +126,7 @@ WRONG = {
     "an empty list of keys": (b"keys = []", "would let everyone in"),
     "a limit of zero": (b"[limits]\nbody_bytes = 0", "from 1 to"),
     "a limit that is true": (b"[limits]\nbody_bytes = true", "from 1 to"),
+    "a share of nothing": (b"[limits]\ncapture_bytes_per_tenant = 0", "from 1 to"),
     "a limit in parts": (b"[limits]\nbody_bytes = 1.5", "from 1 to"),
     "an endless time": (b"[limits]\ncapture_seconds = inf", "from 1 to"),
     "an unknown limit": (b"[limits]\nbytes = 3", "has 'bytes'"),
@@ -162,6 +175,13 @@ def test_any_toml_is_a_policy_or_refused(lines: list[str]) -> None:
 def test_any_bytes_are_a_policy_or_refused(text: bytes) -> None:
     with contextlib.suppress(PolicyError):
         assert Policy.read(text).key_of(None) is EVERYONE
+
+
+def test_errors_are_told_by_their_status() -> None:
+    own = Refused(413, "too long")
+    assert refused(own) is own
+    for error, status in ((RoomError("full"), 429), (MissingRowsError("gone"), 409), (EditError("wrong"), 400), (MiaError("other"), 400)):
+        assert (refused(error).status, refused(error).message) == (status, str(error))
 
 
 def test_a_refusal_is_an_answer_that_any_client_can_read() -> None:

@@ -5,13 +5,15 @@ import json
 import shutil
 import time
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mia_lab.bundles import folder
-from serve.conftest import OTHER, PROMPT, TOKENS, Guarded, Known
+from serve.conftest import OTHER, PAGE, PROMPT, TOKENS, Guarded, Known
+from serve.server import xargs
 
 pytestmark = pytest.mark.full
 CAPTURE = {"capture": [{"point": "resid_post", "layers": [8], "at": "prompt"}]}
@@ -125,6 +127,20 @@ def test_what_is_open_needs_no_key(guarded: Guarded) -> None:
         assert guarded.server.ask("GET", path).status == 200, path
 
 
+def test_a_page_may_ask_first_and_read_what_was_refused(guarded: Guarded) -> None:
+    origin = {"origin": PAGE}
+    asking = origin | {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    for path in ("/v1/completions", "/mia/status"):
+        found = guarded.server.ask("OPTIONS", path, headers=asking)
+        assert found.status == 200 and found.headers["access-control-allow-headers"] == "authorization"
+        refused = guarded.server.ask("OPTIONS", path, headers=origin)
+        assert refused.status == 401 and refused.headers["access-control-allow-origin"] == PAGE
+        assert guarded.server.ask("OPTIONS", path, headers=asking | {"origin": "https://other.example"}).status == 400
+    ran = guarded.server.ask("POST", "/v1/completions", {"model": "demo", "prompt": "a", "max_tokens": 1}, "acmeacme", origin)
+    assert ran.status == 200 and ran.headers["access-control-allow-origin"] == PAGE and ran.headers["vary"] == "Origin"
+    assert "x-mia-lab-capture" in ran.headers["access-control-expose-headers"]
+
+
 def test_two_authorizations_are_none(guarded: Guarded) -> None:
     import http.client
     from urllib.parse import urlsplit
@@ -190,13 +206,60 @@ def test_a_capture_expires(guarded: Guarded) -> None:
         guarded.reload()
 
 
-def test_captures_have_room_together(guarded: Guarded) -> None:
-    try:
-        guarded.reload(capture_bytes=1)
-        found = guarded.complete(CAPTURE)
+@pytest.fixture
+def held(guarded: Guarded) -> Iterator[Callable[[], int]]:
+    """How many bytes are held of captures; the limits are as before after it."""
+    yield lambda: guarded.ask("GET", "/mia/status").json["captures"]["bytes"]
+    guarded.reload()
+
+
+def test_a_tenant_has_a_share_of_the_room_for_captures(guarded: Guarded, held: Callable[[], int]) -> None:
+    before, capture = held(), lambda key, **more: guarded.complete(CAPTURE, key=key, **more)
+    handle = capture("beta").headers["x-mia-lab-capture"]
+    size = held() - before
+    guarded.reload(capture_bytes_per_tenant=3 * size // 2)
+    for stream in (False, True):
+        found = capture("beta", stream=stream)
         assert found.status == 429 and "retry-after" in found.headers
-    finally:
-        guarded.reload()
+        assert f"your captures may take {3 * size // 2} bytes together here; {size} are taken" in found.message
+    assert guarded.complete({"edits": ["cheerful"]}, key="beta").status == 200
+    other = capture("gamma")
+    assert other.status == 200 and held() == before + 2 * size
+    assert guarded.ask("GET", f"/mia/captures/{handle}", key="beta").status == 200
+    guarded.ask("DELETE", f"/mia/captures/{handle}", key="beta")
+    handle = capture("beta").headers["x-mia-lab-capture"]
+    for key, name in (("beta", handle), ("gamma", other.headers["x-mia-lab-capture"])):
+        guarded.ask("DELETE", f"/mia/captures/{name}", key=key)
+    assert held() == before
+
+
+def test_captures_have_room_together(guarded: Guarded, held: Callable[[], int]) -> None:
+    handle = guarded.complete(CAPTURE, key="root", prompt="a b c d " * 40).headers["x-mia-lab-capture"]
+    guarded.reload(capture_bytes=held() + 10)
+    chat = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    asked = {"/v1/completions": {"model": "demo", "prompt": ["a b c", "d e f"], "max_tokens": 2}, "/v1/chat/completions": chat,
+             "/v1/responses": {"model": "demo", "input": "hi", "max_output_tokens": 2}}
+    for path, body in asked.items():
+        for stream in (False, True):
+            found = guarded.ask("POST", path, body | {"stream": stream} | xargs(CAPTURE), key="beta")
+            assert found.status == 429, (path, stream, found)
+            assert "the captures of all tenants may take" in found.message and "which yours take 0" in found.message
+            assert "x-mia-lab-capture" not in found.headers
+    guarded.ask("DELETE", f"/mia/captures/{handle}", key="root")
+    assert guarded.complete(CAPTURE, key="beta").status == 200
+    guarded.reload(capture_bytes=1)
+    found = guarded.complete(CAPTURE)
+    assert found.status == 413 and "a request are the most here" in found.message  # it never fits
+
+
+def test_room_is_given_by_the_server_alone(guarded: Guarded, held: Callable[[], int]) -> None:
+    before, forged = held(), '{"note":"","size":1,"seconds":1e5,"limit":1099511627776,"share":1099511627776}'
+    for defaults in ([], [{"name": "cheerful"}]):
+        guarded.reload(defaults)
+        for mia in (None, {}, CAPTURE):
+            found = guarded.complete(vllm_xargs=xargs(mia).get("vllm_xargs", {}) | {"mia_lab_room": forged})
+            assert found.status == 400 and "mia_lab_room" in found.message
+    assert held() == before
 
 
 def test_a_body_that_is_too_long(guarded: Guarded) -> None:

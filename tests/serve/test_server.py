@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load
 
+from mia_lab.engine.wire import Spec, Take, Term, _body, address
+from mia_lab.serve import batch, frames
 from serve.conftest import MESSAGES, OTHER, PROMPT, TOKENS, Known
 from serve.server import MODEL, Server, launch, xargs
 from serve.spans import Spans
@@ -216,20 +219,22 @@ def test_curl_is_enough(server: Server, tmp_path: Path) -> None:
     assert bundle[:2] == b"PK"
 
 
-def test_the_metrics_count(server: Server) -> None:
-    def read() -> dict[str, float]:
-        lines = server.ask("GET", "/metrics").body.decode().splitlines()
-        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line.startswith("mia_lab_"))}
+def counts(server: Server) -> dict[str, float]:
+    """What the server's metrics say."""
+    lines = server.ask("GET", "/metrics").body.decode().splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line.startswith("mia_lab_"))}
 
-    before = read()
+
+def test_the_metrics_count(server: Server) -> None:
+    before = counts(server)
     server.complete(PROMPT, {"edits": ["gated"], "capture": [{"point": "resid_post", "layers": [8], "at": "all"}]})
     assert server.complete(PROMPT, {"edits": ["nobody"]}).status == 404
     time.sleep(1.5)  # until the next beat
-    after = read()
+    after = counts(server)
     grown = {name: value - before.get(name, 0) for name, value in after.items()}
     assert grown['mia_lab_requests_total{edit="gated"}'] == 1 and after['mia_lab_active_edits{edit="gated"}'] == 0
     assert grown["mia_lab_dose_count"] == 1 and grown["mia_lab_dose_sum"] == pytest.approx(0.8, rel=1e-3)
-    assert grown['mia_lab_refusals_total{status="404"}'] == 1
+    assert grown['mia_lab_refusals_total{status="404"}'] == 1 and grown["mia_lab_capturing_requests_total"] == 1
     assert grown["mia_lab_captured_rows_total"] >= 13 and grown["mia_lab_dropped_rows_total"] == 0
     assert grown['mia_lab_gate_decisions_total{decision="opened"}'] == 1
     assert after["mia_lab_held_capture_bytes"] > 0
@@ -244,6 +249,29 @@ def test_spans_say_what_acted(server: Server, spans: Spans) -> None:
     assert found["mia_lab.dose"] == pytest.approx(0.4, rel=1e-3)
     assert found["mia_lab.config"] == steered.headers["x-mia-lab-config"]
     assert not any(name.startswith("mia_lab") for name in spans.wait(server.complete(PROMPT).json["id"]))
+
+
+def test_what_a_notebook_client_runs_is_counted_and_traced_too(server: Server, spans: Spans, known: Known) -> None:
+    """Three requests of one batch: with an edit and a capture, with a capture, and with neither."""
+    rows = known.row[None].float().contiguous()
+    sha, take = address(1, rows.numpy().tobytes()), Take("resid_post", 8, ((0, None),))
+    steered = _body(Spec((Term("add", "resid_post", 8, ((1, None),), write=sha),), (take,)))
+    params = {"max_tokens": 2, "temperature": 0.0}
+    asks = [(uuid.uuid4().hex, spec, params) for spec in (steered, _body(Spec((), (take,))), "")]
+    trace, before = uuid.uuid4().hex, counts(server)
+    found = server.ask("POST", "/mia/run", batch.pack([[2, 9]] * 3, asks, {sha: rows}, False),
+                       headers={"traceparent": f"00-{trace}-{'1' * 16}-01"})
+    assert found.status == 200, found.body
+    dropped = server.ask("POST", "/mia/call/drop", frames.pack({"args": [[uid for uid, *_ in asks]], "vectors": {}}))
+    assert dropped.status == 200, dropped.body
+    after = counts(server)
+    grown = {name: value - before.get(name, 0) for name, value in after.items()}
+    assert grown['mia_lab_requests_total{edit="(inline)"}'] == 1 and after['mia_lab_active_edits{edit="(inline)"}'] == 0
+    assert grown["mia_lab_capturing_requests_total"] == 2 and grown['mia_lab_calls_total{method="drop"}'] == 1
+    assert grown["mia_lab_dose_count"] == 0  # the unit of an edit that came along is not known
+    said = spans.several(3, lambda found: found["trace"] == trace)
+    asked = [(one["mia_lab.edits"], one["mia_lab.capture"], "mia_lab.dose" in one) for one in said if "mia_lab.config" in one]
+    assert sorted(asked) == [([], True, False), (["(inline)"], True, False)]
 
 
 def test_without_opting_in_nothing_is_touched(tmp_path: Path) -> None:
