@@ -173,6 +173,9 @@ def _spec(text: str, engine: Engine) -> Spec:
     strange = next((site for site in (*(t.site for t in spec.terms), *(t.site for t in spec.takes)) if site not in engine.sites), None)
     if strange is not None:
         raise Refused(400, f"{strange[0]}.{strange[1]} is not tapped by this server; GET /mia/status lists what is")
+    wrong = next((sha for sha in named(spec) if not SHA.fullmatch(sha)), None)
+    if wrong is not None:
+        raise Refused(400, f"{shown(wrong)} is the address of no vector")
     return spec
 
 

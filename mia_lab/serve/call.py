@@ -18,7 +18,7 @@ class Call:
     """Who asks, the one catalogue that answers from beginning to end, and what came of it: handles of captures, one a prompt,
     the edits that acted, and why it was refused. messages: of a chat, where an edit may act on the tokens of a role. asks: whether its
     body speaks of mia_lab. began: whether a request of its runs, so that what acts is known. running: the engine's names of captures
-    whose requests have not ended."""
+    whose requests have not ended; ended: those of the others."""
 
     key: Key
     catalogue: Catalogue
@@ -30,6 +30,7 @@ class Call:
     asks: bool = False
     began: bool = False
     running: set[str] = field(default_factory=set)
+    ended: set[str] = field(default_factory=set)
 
     def refuse(self, refusal: Refused) -> Refused:
         """Note why the call is not served, and return it to be raised."""

@@ -85,8 +85,9 @@ class Front:
         finally:
             if token is not None:
                 CALL.reset(token)
-                if call.running and not answer.over:  # whoever asked went away; what they began may end much later
-                    self._service.later(self._service.rpc("drop", sorted(call.running)))
+                lost = _lost(call, answer)
+                if lost:
+                    self._service.later(self._service.rpc("drop", sorted(lost)))
 
     def _call(self, scope: Message, path: str) -> Call:
         """Let a request in; Refused 401 or 403 for whoever may not."""
@@ -102,13 +103,13 @@ class Front:
 
 class Answer:
     """What goes back for one request: its start waits for its first bytes, and a refusal takes the place of both. waits: whether the
-    first bytes of a stream come before anything runs, and wait for that in turn."""
+    first bytes of a stream come before anything runs, and wait for that in turn. told: whether its headers said where captures are."""
 
     def __init__(self, service: Service, send: Send, kind: str) -> None:
         self._service, self._send, self._kind = service, send, kind
         self._start: Message | None = None
         self._early: list[Message] = []
-        self._sent = self._refused = self.over = self.waits = False
+        self._sent = self._refused = self.over = self.waits = self.told = False
         self.call: Call | None = None
 
     async def send(self, message: Message) -> None:
@@ -126,7 +127,9 @@ class Answer:
                 self._early.append(message)
                 return
             start, self._start, self._sent = self._start, None, True
-            await self._send({**start, "headers": [*start.get("headers", ()), *_told(self.call, start["status"] < 400)]})
+            ran = start["status"] < 400
+            await self._send({**start, "headers": [*start.get("headers", ()), *_told(self.call, ran)]})
+            self.told = ran
             while self._early:
                 await self._send(self._early.pop(0))
         self._sent = True
@@ -149,6 +152,14 @@ class Answer:
         await self._send({"type": "http.response.start", "status": refusal.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
         return True
+
+
+def _lost(call: Call, answer: Answer) -> set[str]:
+    """The engine's names of captures that nobody will fetch: whose handles nobody was told, as of an answer that came to be a refusal, or
+    who asked went away, since what they began may end much later."""
+    if not answer.told:
+        return call.running | call.ended
+    return set() if answer.over else call.running
 
 
 def _told(call: Call | None, ran: bool) -> Iterable[tuple[bytes, bytes]]:

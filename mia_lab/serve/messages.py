@@ -18,6 +18,8 @@ _NEEDLE = KEY.encode()
 _NAME = re.compile(rb'"%s"\s{0,200}:' % _NEEDLE)  # inside of a text, its quotes would be escaped
 _FIELD = re.compile(rb'%s|%%22%b%%22|vllm_xargs(?:\[|%%5[Bb]|\.)%b|&%b=|;\s?name="?%b["\s;]' % (_NAME.pattern, *4 * [_NEEDLE]))
 _REACH = 256  # bytes that these look at together
+_HOLDERS = ("vllm_xargs", "extra_body", "sampling_params", "extra_args")  # where it belongs, or is put by mistake, one in another
+_DEPTH = 4  # objects, the body being one
 
 Receive = Callable[[], Awaitable[Any]]
 
@@ -65,13 +67,17 @@ def is_form(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 
 
 def _asks(body: bytes) -> bool:
-    """Whether a JSON body has "mia_lab" beside its fields or in its vllm_xargs."""
+    """Whether a JSON body has "mia_lab" beside its fields, or in what holds such things elsewhere: vllm_xargs, extra_body, ..."""
     try:
-        said = json.loads(body)
+        level = [json.loads(body)]
     except (ValueError, RecursionError):
         return False
-    extra = said.get("vllm_xargs") if isinstance(said, dict) else None
-    return isinstance(said, dict) and (KEY in said or (isinstance(extra, dict) and KEY in extra))
+    for _ in range(_DEPTH):
+        level = [one for one in level if isinstance(one, dict)]
+        if any(KEY in one for one in level):
+            return True
+        level = [one.get(name) for one in level for name in _HOLDERS]
+    return False
 
 
 def _messages(body: bytes) -> list[dict[str, str]] | None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _ROLES = ("generate", "steer", "capture")
 _TRACE = ("traceparent", "tracestate")  # W3C's headers
+_ANYONES = ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data")  # types that a page sends without asking first
 
 
 def routes() -> list[Route]:
@@ -37,7 +38,7 @@ def routes() -> list[Route]:
 
 async def run(request: Request) -> Response:
     """Run a batch; a line of JSON for each output."""
-    who = caller()
+    who = caller(request)
     service, body = who.service, await request.body()
     engine = engine_of(service)
     asked = await asyncio.to_thread(batch.read, body, engine, service.engine.vllm_config.model_config.max_logprobs)
@@ -59,7 +60,7 @@ async def run(request: Request) -> Response:
 
 async def call(request: Request) -> Response:
     """Call one of the worker's methods."""
-    who, method = caller(), request.path_params["method"]
+    who, method = caller(request), request.path_params["method"]
     service = who.service
     args, vectors = await asyncio.to_thread(batch.call_of, await request.body())
     asked = calls.checked(method, args, engine_of(service))
@@ -92,14 +93,17 @@ async def tokenizer(request: Request) -> Response:
     return Response(await vocabulary.zipped(caller().service.tokenizer), media_type="application/zip")
 
 
-def caller() -> Call:
-    """Who asks; Refused (403) for a key that may not work on the model from a notebook."""
+def caller(sends: Request | None = None) -> Call:
+    """Who asks; Refused (403) for a key that may not work on the model from a notebook, and (400) for a body as any page in a browser
+    could send one to a server without keys. sends: a request with a body."""
     who = CALL.get()
     for role in _ROLES:
         who.key.must(role)
     if not who.key.inline:
         raise Refused(403, "this key may use the edits of the server's folder alone; a notebook client needs inline = true beside its "
                            "sha256 in serve.toml")
+    if sends is not None and sends.headers.get("content-type", "").partition(";")[0].strip().lower() in _ANYONES:
+        raise Refused(400, "what a notebook client sends has the header Content-Type: application/octet-stream")
     return who
 
 

@@ -117,6 +117,8 @@ async def _running(service: Service, call: Call, asked: _Request, options: dict[
                     with refusing(call):
                         turned_away.check(output)
                     call.began = True
+                    if finished and asked.handle:
+                        call.ended.add(uid)
                     yield output
         finally:
             call.running.discard(uid)

@@ -23,7 +23,7 @@ import mia_lab as mia
 from mia_lab import cli
 from mia_lab.bundles.golden import tokenizer_hash
 from mia_lab.engine.settings import Settings
-from mia_lab.engine.wire import Spec, Take, Term, _body, address
+from mia_lab.engine.wire import Reduce, Spec, Take, Term, _body, address
 from mia_lab.errors import MiaError, MissingRowsError, ServerError, named
 from mia_lab.points import Point
 from mia_lab.serve import batch, calls, frames, sampling, vocabulary
@@ -90,6 +90,16 @@ def test_specs_that_would_take_long_to_read_are_refused_at_once() -> None:
         batch.read(batch.pack([[1]], [(UID, spec, {})], {}, False), ENGINE, 20)
     assert refusal.value.status == 413
     assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("sha", ["a", "../a", "\ud800", "F" * 32])
+def test_an_address_that_is_none_is_refused(sha: str) -> None:
+    """It would come back in an answer, which cannot hold every text."""
+    take, by = Take("resid_post", 1, ((0, 1),)), Reduce((("resid_post", 1, sha),))
+    for spec in (Spec((Term("add", "resid_post", 0, ((0, None),), write=sha),)), Spec(takes=(take,), reduce=by)):
+        with pytest.raises(Refused, match="is the address of no vector") as refusal:
+            batch.read(batch.pack([[1]], [(UID, _body(spec), {})], {}, False), ENGINE, 20)
+        assert refusal.value.status == 400
 
 
 @given(st.dictionaries(st.sampled_from(["prompts", "asks", "params", "specs", "vectors", "stream", "x"]), VALUES))

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 
 from mia_lab.errors import UnsupportedError
 from mia_lab.serve import captures, hook, routes
@@ -182,6 +183,26 @@ def test_a_page_reads_every_answer_that_cors_lets_it(path: str, policy: Policy, 
     assert b"vary" not in dict(with_cors(policy)(path, "GET", headers=[ORIGIN])[0]["headers"])
 
 
+@pytest.mark.parametrize("kind", [None, "text/plain", "Text/Plain; charset=utf-8", "multipart/form-data; boundary=b",
+                                  "application/octet-stream"])
+@pytest.mark.parametrize("path", ["/mia/run", "/mia/call/drop"])
+def test_a_page_that_did_not_ask_first_runs_nothing(path: str, kind: str | None) -> None:
+    """Browsers send bodies of some types, or of none, wherever a page says, and only keep the answer from it."""
+    async def read() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    service = SimpleNamespace(catalogue=Bare(policy=OPEN, bundles={}, digest="d"))
+    ours = routes.app(service)
+    ask = serve(answering, routes=lambda scope, receive, send: ours(scope, read, send))
+    headers = [(b"origin", b"https://page.example"), *([] if kind is None else [(b"content-type", kind.encode())])]
+    if kind == "application/octet-stream":
+        with pytest.raises(ClientDisconnect):  # it is read
+            ask(path, headers=headers)
+    else:
+        start, body = ask(path, headers=headers)
+        assert start["status"] == 400 and b"Content-Type: application/octet-stream" in body["body"]
+
+
 def test_a_websocket_needs_the_highest_role() -> None:
     (sent,) = serve(answering, LOCKED)("/v1/realtime", type="websocket")
     assert sent["type"] == "websocket.close" and sent["code"] == 1008
@@ -239,6 +260,26 @@ def test_captures_go_with_who_asked_for_them(ends: bool, dropped: list[str] | No
     ask = serve(app, rpc=lambda *args: args, later=asked.append)
     ask()
     assert asked == ([] if dropped is None else [("drop", dropped)])
+
+
+@pytest.mark.parametrize(("status", "refused", "dropped"), [(200, False, None), (200, True, ["ended", "runs"]),
+                                                            (500, False, ["ended", "runs"])])
+def test_captures_whose_handles_nobody_was_told_are_let_go(status: int, refused: bool, dropped: list[str] | None) -> None:
+    """A request of many prompts, of which the first have ended when there is no room for another: no room is left to nobody."""
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        call = CALL.get()
+        call.handles += ["a", "b"]
+        call.ended.add("ended")
+        call.running.add("runs")
+        if refused:
+            raise call.refuse(Refused(429, "full"))
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"whole"})
+
+    asked: list[Any] = []
+    start, *_ = serve(app, rpc=lambda *args: args, later=asked.append)()
+    assert asked == ([] if dropped is None else [("drop", dropped)])
+    assert start["status"] == (429 if refused else status) and ((b"x-mia-lab-capture", b"a, b") in start["headers"]) == (dropped is None)
 
 
 def test_large_files_are_made_beside_the_event_loop() -> None:

@@ -68,7 +68,9 @@ def asks(body: bytes, form: bool = False, size: int = 20) -> bool:
 
 @pytest.mark.parametrize(("body", "expected"), [
     ({"vllm_xargs": {"mia_lab": "{}"}}, True), ({"mia_lab": {"edits": []}}, True), ({"prompt": '"mia_lab"', "model": "m"}, False),
-    ({"sampling_params": {"extra_args": {"mia_lab": "{}"}}}, False), ({"vllm_xargs": "mia_lab", "model": "mia_lab"}, False)])
+    ({"sampling_params": {"extra_args": {"mia_lab": "{}"}}}, True), ({"vllm_xargs": "mia_lab", "model": "mia_lab"}, False),
+    ({"extra_body": {"vllm_xargs": {"mia_lab": "{}"}}}, True), ({"extra_body": {"sampling_params": {"extra_args": {"mia_lab": 1}}}}, True),
+    ({"tools": [{"parameters": {"mia_lab": {}}}], "extra_body": [{"mia_lab": 1}]}, False)])
 def test_a_body_is_heard_to_speak_of_mia_lab(body: dict[str, Any], expected: bool) -> None:
     assert asks(json.dumps(body).encode()) is expected
 
