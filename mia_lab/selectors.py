@@ -268,5 +268,6 @@ def span(text: str, occurrence: int = 0) -> Selector:
 
 
 def role(name: str) -> Selector:
-    """The tokens of the chat messages of one role, turn marks included."""
+    """The tokens of the chat messages of one role, turn marks included. What a template puts before the first message, as a system prompt
+    of its own, counts as that message's."""
     return Selector("role", (name,))
