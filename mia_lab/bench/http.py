@@ -21,9 +21,9 @@ from ..serve.client.client import Client
 from ..serve.client.transport import Transport
 from ..serve.policy import new_key
 from .cases import Steering, Work
-from .drive import METRICS, Run
+from .drive import Run
 from .load import Load, load
-from .overhead import Figure, Row, prepared
+from .overhead import Row, figures, prepared
 from .served import ANOTHER, NAMES, Case, cases, check_native, publish
 from .servers import Server, ended_by_signals, running
 
@@ -57,8 +57,7 @@ class Servers:
                 if turn >= 0:
                     pairs[case.name].append((native.times(), ours.times()))
         for case in chosen:
-            figures = {name: Figure.of([(getattr(n, name), getattr(c, name)) for n, c in pairs[case.name]]) for name in METRICS}
-            yield Row(self.name, case.name, work, rounds, **figures, delivered=delivered[case.name])
+            yield Row(self.name, case.name, work, rounds, **figures(pairs[case.name]), delivered=delivered[case.name])
 
     def _pair(self, case: Case, work: Work, prompts: list[list[int]], native_first: bool) -> tuple[Load, Load, int]:
         """The native load and the case's next to each other, proven, with the bytes that were delivered."""

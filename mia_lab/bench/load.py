@@ -16,6 +16,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ServerError
+from ..serve.front import CAPTURE
 from .cases import Work
 from .drive import Run
 from .servers import Server
@@ -23,7 +24,6 @@ from .servers import Server
 if TYPE_CHECKING:
     from aiohttp import ClientSession
 
-CAPTURE = "x-mia-lab-capture"
 _SILENCE_SECONDS = 600
 _BUFFER = 1 << 20
 

@@ -51,6 +51,11 @@ def _outside(n: int, k: int) -> float:
     return 2 * sum(comb(n, i) for i in range(k + 1)) / 2**n
 
 
+def figures(pairs: Sequence[tuple[Run, Run]]) -> dict[str, Figure]:
+    """Each metric of a case, from (native, case) runs next to each other."""
+    return {name: Figure.of([(getattr(native, name), getattr(case, name)) for native, case in pairs]) for name in METRICS}
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One case at one kind of work beside native: the median decode step, time per output token and to the first, whole runs.
@@ -162,9 +167,8 @@ class Pair:
                 if turn >= 0:
                     pairs[case.name].append((replace(native, outputs=[]), replace(run, outputs=[])))
         for case in chosen:
-            figures = {name: Figure.of([(getattr(n, name), getattr(c, name)) for n, c in pairs[case.name]]) for name in METRICS}
             account = self._profile(case, work) if case.name in profiled else None
-            yield Row(self.name, case.name, work, rounds, **figures, delivered=delivered[case.name], gpu=account)
+            yield Row(self.name, case.name, work, rounds, **figures(pairs[case.name]), delivered=delivered[case.name], gpu=account)
 
     def _profile(self, case: Case, work: Work) -> Account:
         def tapped(work: Work) -> None:

@@ -20,12 +20,12 @@ from ..edits import Edit
 from ..errors import ProofError
 from ..serve.client.client import Client
 from ..serve.client.transport import Transport
+from ..serve.front import CAPTURE, CONFIG, EDITS
 from ..serve.telling import reload
 from ..session import Session
 from .cases import Steering, Work, lead_to
-from .load import CAPTURE, Answer
+from .load import Answer
 
-CONFIG, EDITS = "x-mia-lab-config", "x-mia-lab-edits"
 EVERY = "every"  # the bundle that acts at every layer
 ANOTHER = "another edit in each request"
 NAMES = ("idle", "steer one layer", "steer every layer", ANOTHER, "capture last token, one layer", "capture last token, all layers",

@@ -21,7 +21,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 OPEN = frozenset({"/health", "/ping", "/version", "/metrics", "/load"})
 GENERATE = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
                       "/inference/v1/generate", "/tokenize", "/detokenize"})
-HEADERS = ("x-mia-lab-config", "x-mia-lab-edits", "x-mia-lab-capture")
+HEADERS = CONFIG, EDITS, CAPTURE = "x-mia-lab-config", "x-mia-lab-edits", "x-mia-lab-capture"
 CHAT, RESPONSES, OURS = "/v1/chat/completions", "/v1/responses", "/mia/"
 _RETRY_SECONDS = 1
 
@@ -166,14 +166,13 @@ def _told(call: Call | None, ran: bool) -> Iterable[tuple[bytes, bytes]]:
     """The headers that say which catalogue answered and, of a request that ran, what acted, and where captures are."""
     if call is None:
         return
-    config, edits, capture = (name.encode() for name in HEADERS)
-    yield config, call.catalogue.digest.encode()
+    yield CONFIG.encode(), call.catalogue.digest.encode()
     if not ran:
         return
     if call.acted:
-        yield edits, ", ".join(f"{name};coeff={coeff:g}" for name, coeff in call.acted).encode("ascii", "backslashreplace")
+        yield EDITS.encode(), ", ".join(f"{name};coeff={coeff:g}" for name, coeff in call.acted).encode("ascii", "backslashreplace")
     if call.handles:
-        yield capture, ", ".join(call.handles).encode()
+        yield CAPTURE.encode(), ", ".join(call.handles).encode()
 
 
 def _path(scope: Message) -> str:

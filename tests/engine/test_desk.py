@@ -15,19 +15,6 @@ from mia_lab.engine.wire import Gate, Reduce, Spec, Take, Term
 from mia_lab.errors import EditError, MiaError, RoomError
 
 
-@pytest.fixture
-def worker() -> Worker:
-    return Worker()
-
-
-@pytest.fixture
-def desk(worker: Worker) -> Desk:
-    made = Desk(facts(), worker)
-    made.register(VECTORS, "client")
-    worker.heard()
-    return made
-
-
 def reduced(*matrices: tuple[str, int, str], **how: Any) -> Spec:
     return Spec(takes=(at(),), reduce=Reduce(matrices, **how))
 

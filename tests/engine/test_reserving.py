@@ -13,19 +13,6 @@ from mia_lab.engine.wire import Spec
 from mia_lab.errors import EditError, MissingRowsError, RoomError
 
 
-@pytest.fixture
-def worker() -> Worker:
-    return Worker()
-
-
-@pytest.fixture
-def desk(worker: Worker) -> Desk:
-    made = Desk(facts(), worker)
-    made.register(VECTORS, "client")
-    worker.heard()
-    return made
-
-
 @pytest.mark.parametrize("wrong", [7, "", "{}", "[" * 100_000, room().replace(":1,", ":-1,"), {"note": ""}])
 def test_room_that_cannot_be_read_is_not_given(desk: Desk, wrong: Any) -> None:
     with pytest.raises(EditError, match="what this request asks of mia_lab cannot be read"):
