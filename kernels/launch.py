@@ -6,7 +6,9 @@ what it was specialised for, and started directly.
 """
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ _FEW = 16
 _VALUES = 8  # of a row in a thread, at most, for which these suffice
 _ALIGNED = 15  # Triton compiles another kernel for pointers that are not at a multiple of 16 bytes
 
-_compiled: dict[tuple, Any] = {}
+_compiled: dict[tuple, tuple[Any, Any, Any, tuple]] = {}  # how to start a kernel, and its last parameters
 
 
 def extent(x: torch.Tensor) -> tuple[int, int]:
@@ -27,29 +29,24 @@ def extent(x: torch.Tensor) -> tuple[int, int]:
     return x.shape[0], x.stride(0)
 
 
-def launch(kernel: Any, rows: int, d: int, args: tuple[torch.Tensor | int | float, ...],
+def launch(kernel: Any, rows: int, d: int, tensors: Sequence[torch.Tensor], numbers: tuple[int | float, ...],
            constants: tuple[tuple[str, int | bool], ...]) -> None:
-    """Run `rows` programs, one a row of `d` columns, of a kernel whose parameters are `args`, then `constants`, EARLY and BLOCK.
+    """Run `rows` programs, one a row of `d` columns, of a kernel with these parameters: tensors, numbers, constants, EARLY and BLOCK.
 
     From Hopper on a kernel starts while the one before it still runs, and waits for that one only when it is on the chip.
     Few rows are a matter of latency, for which fewer warps are better. Where a processor has several rows to do, its registers
     must suffice for some of them, of which one then waits for memory while another works.
     """
-    device, block, places, kind = torch.cuda.current_device(), 1 << (d - 1).bit_length(), [], [id(kernel), constants]
+    device, places = torch.cuda.current_device(), [x.data_ptr() for x in tensors]
     few, crowded = rows <= _FEW, rows > _processors(device)
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            place = value.data_ptr()
-            places.append(place)
-            kind.append((value.dtype, place & _ALIGNED == 0))
-        else:
-            places.append(value)
-            kind.append(value)
-    key = (few, crowded, device, *kind)
+    aligned = reduce(or_, places) & _ALIGNED == 0 or tuple(place & _ALIGNED == 0 for place in places)
+    key = (id(kernel), device, few, crowded, aligned, numbers, constants, *[x.dtype for x in tensors])
     known = _compiled.get(key)
     if known is not None:
-        known[rows, 1, 1](*places, *(value for _, value in constants), EARLY, block)
+        run, function, metadata, last = known
+        run(rows, 1, 1, torch._C._cuda_getCurrentRawStream(device), function, metadata, None, None, None, *places, *numbers, *last)
         return
+    block = 1 << (d - 1).bit_length()
     warps = min(8 if few else 16, max(1, block // 256))
     limited = crowded and EARLY and block <= 32 * _VALUES * warps
 
@@ -57,9 +54,10 @@ def launch(kernel: Any, rows: int, d: int, args: tuple[torch.Tensor | int | floa
         limit = {"maxnreg": REGISTERS[constants.get("EDITS", False)]} if limited else {}
         return constants | dict(EARLY=EARLY, BLOCK=block, launch_pdl=EARLY, num_warps=warps) | limit
 
-    _compiled[key] = kernel[(rows,)](*args, **how(dict(constants)))
+    made = kernel[(rows,)](*tensors, *numbers, **how(dict(constants)))
+    _compiled[key] = made.run, made.function, made.packed_metadata, (*(value for _, value in constants), EARLY, block)
     if ("EDITS", True) in constants:  # a step without edits is not to wait for its kernel
-        kernel.warmup(*args, grid=(rows,), **how(dict(constants) | {"EDITS": False}))
+        kernel.warmup(*tensors, *numbers, grid=(rows,), **how(dict(constants) | {"EDITS": False}))
 
 
 @cache

@@ -117,13 +117,17 @@ def tap_norm_cuda(x: Tensor, residual: Tensor, rows: Tensor, index: Sequence[Ten
         raise ValueError(f"a norm carries {TAPS} taps at most, not {taps}")
     normed, whole = _outputs(x)
     index, offsets = ([*some, *some[:1] * (TAPS - taps)] for some in (index, offsets))
-    launch(mia_tap_norm, n, d, (x, residual, rows, *index, words, numbers, bank, *offsets, arena, measures, opens, weight, normed, whole,
-                                eps, d, bank.stride(0), x_stride, r_stride),
+    launch(mia_tap_norm, n, d,
+           (x, residual, rows, *index, words, numbers, bank, *offsets, arena, measures, opens, weight, normed, whole),
+           (eps, d, bank.stride(0), x_stride, r_stride),
            (("EDITS", edits), ("GATES", measures.shape[1]), ("SHIFTED", shifted), ("TAPS", taps), ("ALONE", alone)))
     return normed, whole
 
 
 def _tap_norm_cuda(x: Tensor, residual: Tensor, rows: Tensor, index: Sequence[Tensor], *rest: Any) -> tuple[Tensor, Tensor]:
+    if all(map(tap.sleeps, index)):
+        *_, weight, eps, shifted, _ = rest
+        return norm_cuda(x, residual, weight, eps, shifted)
     return tap_norm_cuda(x, residual, rows, index, *rest, edits=any(map(tap.edits, index)))
 
 
@@ -136,12 +140,12 @@ def norm_cuda(x: Tensor, residual: Tensor, weight: Tensor, eps: float, shifted: 
     """The same with one Triton launch, one program a row. Arguments as the reference."""
     d, (n, x_stride), (_, r_stride) = x.shape[-1], extent(x), extent(residual)
     normed, whole = _outputs(x)
-    launch(mia_norm, n, d, (x, residual, weight, normed, whole, eps, d, x_stride, r_stride), (("SHIFTED", shifted),))
+    launch(mia_norm, n, d, (x, residual, weight, normed, whole), (eps, d, x_stride, r_stride), (("SHIFTED", shifted),))
     return normed, whole
 
 
 def _outputs(x: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 tap.LIBRARY.define("tap_norm(Tensor x, Tensor residual, Tensor rows, Tensor[] index, Tensor words, Tensor numbers, Tensor bank, "

@@ -80,8 +80,8 @@ def read_cuda(x: Sequence[Tensor], rows: Tensor, index: Sequence[Tensor], offset
         raise ValueError(f"one kernel reads {AT_ONCE} values of a row, not {count}")
     x, index, offsets = ([*some, *some[:1] * (AT_ONCE - count)] for some in (x, index, offsets))
     widths = [value.shape[-1] for value in x]
-    launch(mia_read, n, max(widths), (*x, rows, *index, *offsets, arena.view(torch.float32) if wide else arena, *widths,
-                                      *(extent(value)[1] for value in x)),
+    launch(mia_read, n, max(widths), (*x, rows, *index, *offsets, arena.view(torch.float32) if wide else arena),
+           (*widths, *(extent(value)[1] for value in x)),
            (("COUNT", count), ("RATIO", 4 // arena.element_size() if wide else 1)))
 
 

@@ -185,8 +185,9 @@ def tap_cuda(x: Tensor, residual: Tensor | None, rows: Tensor, index: Tensor, wo
     """Apply the tap in place with one Triton launch; a neutral row costs one 8-byte read. Arguments as the reference."""
     d, (n, x_stride) = x.shape[-1], extent(x)
     other, r_stride = (x, x_stride) if residual is None else (residual, extent(residual)[1])
-    launch(mia_tap, n, d, (x, other, rows, index, words, numbers, bank, offsets, arena, measures, opens, d, bank.stride(0), x_stride,
-                           r_stride), (("HAS_RESIDUAL", residual is not None), ("EDITS", edits), ("GATES", measures.shape[1])))
+    launch(mia_tap, n, d, (x, other, rows, index, words, numbers, bank, offsets, arena, measures, opens),
+           (d, bank.stride(0), x_stride, r_stride),
+           (("HAS_RESIDUAL", residual is not None), ("EDITS", edits), ("GATES", measures.shape[1])))
 
 
 def _waking(body: Callable[..., None]) -> Callable[..., None]:

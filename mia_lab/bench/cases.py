@@ -102,10 +102,10 @@ def cases(session: Session, work: Work) -> list[Case]:
 def _run(session: Session, work: Work, prompts: list[list[int]], edits: Any = None,
          takes: Sequence[Sequence[Take]] = ()) -> tuple[Run, EngineRows]:
     """Run the work; its clock starts with the edits still to be compiled, and stops when all rows are on the host."""
+    session._engine.let_go()  # of the rows of an earlier run
     began = time.perf_counter()
     params, uids = session._submit.prepare(Prompts.of(prompts), per_prompt(edits, len(prompts)), work.sampling, takes)
     source = EngineRows(session._engine, uids)
-    session._engine.let_go()
     run = drive(session._engine.llm, prompts, params, began)
     if takes:
         source.wait()

@@ -164,6 +164,7 @@ class Pair:
                     native = self.run_native(prompts, work)
                 run, source = case.run(prompts)
                 delivered[case.name] = case.prove(run, source)
+                del source
                 if turn >= 0:
                     pairs[case.name].append((replace(native, outputs=[]), replace(run, outputs=[])))
         for case in chosen:

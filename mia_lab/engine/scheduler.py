@@ -29,7 +29,7 @@ def attach(scheduler: Scheduler, options: EngineOptions) -> None:
         spec = cachekey.spec_of(request)
         if spec is not None and spec.takes:
             capturing.add(request.request_id)
-            request.mia_captures = {span for take in spec.takes for span in take.spans}  # looked at in every step
+            request.mia_captures = spec.spans  # looked at in every step
             if spec.takes_twice:
                 doubled.add(request.request_id)
         # The last prompt row is always computed; an earlier one could be served from the cache, uncomputed. So could a later one once

@@ -113,6 +113,7 @@ class Spec:
 
     first_row: the first position that must be computed, not read from the prefix cache; None when any may be read.
     takes_twice: whether a point is captured both before and after its edits, so that its rows take twice the room.
+    spans: all the stretches of positions that are captured somewhere.
     """
 
     terms: tuple[Term, ...] = ()
@@ -122,6 +123,7 @@ class Spec:
     # Worked out once: every request asks for them, and there may be hundreds of points.
     first_row: int | None = field(init=False, repr=False, compare=False)
     takes_twice: bool = field(init=False, repr=False, compare=False)
+    spans: frozenset[Span] = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -129,6 +131,7 @@ class Spec:
         rows += [gate.start for gate in self.gates if gate.rule in ("mean", "max", "since")]
         object.__setattr__(self, "first_row", 0 if self.keeps_history else min(rows, default=None))
         object.__setattr__(self, "takes_twice", len({take.site for take in self.takes}) < len(self.takes))
+        object.__setattr__(self, "spans", frozenset(span for take in self.takes for span in take.spans))
         object.__setattr__(self, "_hash", hash((self.terms, self.takes, self.gates, self.reduce)))
 
     def __hash__(self) -> int:
@@ -143,6 +146,15 @@ class Spec:
     def keeps_history(self) -> bool:
         """Whether the request's keys and values are kept, for a bias of its attention."""
         return any(term.op == "bias" for term in self.terms)
+
+
+NOTHING = Spec()
+
+
+@lru_cache(maxsize=256)
+def shared(spec: Spec) -> Spec:
+    """The one that stands for all specs equal to it: comparing hundreds of points takes time, for each request."""
+    return spec
 
 
 def encode(uid: str, spec: Spec) -> str:
@@ -190,7 +202,7 @@ def _parse(body: str) -> Spec:
     except (KeyError, TypeError) as error:
         raise ValueError(f"the spec is malformed: {error!r}") from None
     _check(spec)
-    return spec
+    return shared(spec)
 
 
 _READERS = {"op": lambda v: _choice(v, OPS), "kind": lambda v: _text(v), "layer": lambda v: _index(v), "spans": lambda v: _spans(v),

@@ -35,6 +35,7 @@ class EngineLike(ABC):
     def _learn(self, facts: dict[str, Any]) -> None:
         self.facts, self.settings = facts, Settings.read(facts["settings"])
         self.shapes = {Point(kind, layer): tuple(shape) for kind, layer, shape in facts["shapes"]}
+        self._row_bytes = {(p.kind, p.layer): prod(shape) * self.dtype_of(p.kind).itemsize for p, shape in self.shapes.items()}
 
     def dtype_of(self, kind: str) -> torch.dtype:
         """The type in which rows at a kind of point are kept."""
@@ -42,7 +43,7 @@ class EngineLike(ABC):
 
     def row_bytes(self, site: tuple[str, int]) -> int:
         """Bytes of one row at a point."""
-        return prod(self.shapes[Point(*site)]) * self.dtype_of(site[0]).itemsize
+        return self._row_bytes[site]
 
     def drop_later(self, uids: list[str]) -> None:
         """Let go of requests' rows at the next call: a finaliser may run while the engine is busy."""

@@ -13,7 +13,7 @@ import torch
 
 from ..edits import Edit
 from ..engine.room import Room
-from ..engine.wire import Reduce, Spec, Take, encode
+from ..engine.wire import NOTHING, Reduce, Span, Spec, Take, encode, shared
 from ..errors import EditError, PromptError
 from ..lazy import human_bytes
 from ..prompts import Prompts
@@ -75,7 +75,7 @@ class Submitter:
         room.check_lengths(min(len(prompt) + most, self._max_len) for prompt, spec in zip(read.ids, specs)
                            for _ in range(params.get("n") or 1) if spec.keeps_history)
         try:
-            wired = [encode(uid, spec) if spec != Spec() else "" for uid, spec in zip(uids, specs)]
+            wired = [encode(uid, spec) if spec != NOTHING else "" for uid, spec in zip(uids, specs)]
         except ValueError as error:
             raise EditError(f"these edits or positions cannot be sent to the engine: {error}") from None
         seeds = params.pop("seed", None)
@@ -96,7 +96,7 @@ class Submitter:
         specs: list[Spec] = []
         vectors: dict[str, torch.Tensor] = {}
         compiled: dict[tuple, Compiled] = {}  # requests that ask the same are compiled once
-        built: dict[tuple, Spec] = {}  # and share one spec: comparing hundreds of captured points anew takes longer
+        built: dict[tuple, Spec] = {}
         for i, ids in enumerate(read.ids):
             prompt = self.context(read, i)
             selectors = [one for edit in edits[i] for one in edit.selectors]
@@ -107,7 +107,8 @@ class Submitter:
                 vectors |= compiled[key].vectors
             one = key, id(takes[i]) if takes else 0
             if one not in built:
-                built[one] = Spec(tuple(compiled[key].terms), tuple(takes[i]) if takes else (), tuple(compiled[key].gates), reduce)
+                asked = Spec(tuple(compiled[key].terms), tuple(takes[i]) if takes else (), tuple(compiled[key].gates), reduce)
+                built[one] = shared(asked)
             specs.append(built[one])
         return specs, vectors
 
@@ -116,9 +117,11 @@ class Submitter:
         alike = Counter((spec, min(len(prompt) + max_tokens, self._max_len)) for prompt, spec in zip(ids, specs))
         wanted = 0
         for (spec, end), n in alike.items():
+            sizes: Counter[tuple[Span, ...]] = Counter()  # of a row at all points that are captured over the same stretches
             for take in spec.takes:
-                rows = sum(max(0, (end if b is None else min(b, end)) - a) for a, b in take.spans)
-                wanted += n * rows * self._engine.row_bytes(take.site)
+                sizes[take.spans] += self._engine.row_bytes(take.site)
+            for spans, size in sizes.items():
+                wanted += n * size * sum(max(0, (end if b is None else min(b, end)) - a) for a, b in spans)
         room = self._engine.capture_room()
         if wanted > room:
             raise PromptError(f"this capture would take {human_bytes(wanted)}, and there is room for {human_bytes(room)}; "

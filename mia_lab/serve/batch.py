@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine.wire import MAX_BYTES, Spec, address, addresses, decode
+from ..engine.wire import MAX_BYTES, NOTHING, Spec, address, addresses, decode
 from ..points import Point
 from . import frames, sampling
 from .calls import SHA, UID, Engine
@@ -20,7 +20,6 @@ from .refusing import Refused, shown
 MAX_PROMPTS = 8192
 _JSON_BYTES = 8 << 20
 _MAX_WORK = 1 << 24  # a second or two
-_EMPTY = Spec()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +190,7 @@ def _one(i: int, prompt: object, ask: object, specs: list[Spec], params: list[di
     uid, spec, sampled = ask
     if type(spec) is not int or not -1 <= spec < len(specs) or type(sampled) is not int or not 0 <= sampled < len(params):
         raise Refused(400, f"what is asked for prompt {i} names a spec or parameters that are not there")
-    found = _EMPTY if spec < 0 else specs[spec]
+    found = NOTHING if spec < 0 else specs[spec]
     if found.takes and params[sampled].get("n", 1) > 1:
         raise Refused(400, "a capture follows one continuation a prompt; use n=1 and repeat the prompt")
     return One(ids.tolist(), uid, found, params[sampled])

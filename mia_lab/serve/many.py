@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine import turned_away
 from ..engine.reservation import ROOM, Reservation
 from ..engine.reservation import encode as reserve
-from ..engine.wire import KEY, Spec, encode
+from ..engine.wire import KEY, NOTHING, Spec, encode
 from ..errors import MiaError, RoomError
 from . import said
 from .batch import Batch, One, capture_bytes
@@ -107,7 +107,7 @@ class Run:
                     service.later(service.rpc("drop", [uid]))
 
     def _note(self, stack: ExitStack, spec: Spec, request_id: str) -> None:
-        if spec != Spec():
+        if spec != NOTHING:
             stack.enter_context(noted(self._who, request_id, Noted((INLINE,) if spec.terms else (), None, bool(spec.takes))))
 
     async def _enter(self, stack: ExitStack, one: One) -> None:
@@ -133,7 +133,7 @@ class Run:
     def _asked(self, i: int, uid: str) -> dict[str, str] | None:
         """What the engine is asked beside generating: a spec, and room for what it captures."""
         spec, policy = self._batch.ones[i].spec, self._who.catalogue.policy
-        if spec == Spec():
+        if spec == NOTHING:
             return None
         found = {KEY: encode(uid, spec)}
         if spec.takes:

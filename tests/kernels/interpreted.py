@@ -22,9 +22,9 @@ from mia_lab.kernels import program as P
 WIDTH, EPS = 32, 1e-5
 
 
-def launch(kernel: Any, rows: int, d: int, args: tuple, constants: tuple) -> None:
+def launch(kernel: Any, rows: int, d: int, tensors: tuple, numbers: tuple, constants: tuple) -> None:
     """As kernels/launch.py, without a device."""
-    kernel[(rows,)](*args, **dict(constants), EARLY=False, BLOCK=1 << (d - 1).bit_length())
+    kernel[(rows,)](*tensors, *numbers, **dict(constants), EARLY=False, BLOCK=1 << (d - 1).bit_length())
 
 
 def norms(seed: int, dtype: torch.dtype, taps: int, alone: bool, edits: bool) -> None:
