@@ -103,7 +103,7 @@ def main() -> None:
     args = parser.parse_args()
     for rows, registers in product(args.rows, (launch.REGISTERS, {True: 128, False: 128})):
         launch.REGISTERS = registers
-        launch._compiled.clear()
+        launch._loaded.clear()
         block = Block(rows)
         ways = {"norm without a tap": block.bare, "norm with the stream": lambda layer, b=block: b.norm(layer, (2,), False),
                 "norm, two taps apart": block.norm_apart, "norm with all three": lambda layer, b=block: b.norm(layer, (0, 1, 2), True),

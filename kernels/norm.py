@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import tap
-from .launch import extent, launch
+from .launch import PARTS, Part, extent, launch
 from .tap import tap_reference
 
 if tap.triton is not None:
@@ -106,6 +106,9 @@ if tap.triton is not None:
                               mask, GATES, BLOCK).to(x.dtype.element_ty).to(tl.float32)
             capture(arena, after, value + beside, cols, mask)
         _finish(value + other, w, normed, whole, eps, d, row, cols, mask, x.dtype.element_ty, SHIFTED)
+
+
+    PARTS["mia_tap_norm"] = Part(mia_norm, (0, 1, 15, 16, 17), (0, 1, 3, 4), ("SHIFTED",))
 
 
 def tap_norm_cuda(x: Tensor, residual: Tensor, rows: Tensor, index: Sequence[Tensor], words: Tensor, numbers: Tensor, bank: Tensor,

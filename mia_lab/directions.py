@@ -106,7 +106,7 @@ def number(value: Any, what: str) -> float:
 def digest(vectors: torch.Tensor) -> str:
     """The content address of vectors `[n d]` (or one, `[d]`), float32."""
     rows = vectors.reshape(-1, vectors.shape[-1])
-    return address(len(rows), rows.contiguous().numpy().tobytes())
+    return address(len(rows), rows.contiguous().numpy().data)
 
 
 def content(value: Any) -> Any:

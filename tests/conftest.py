@@ -41,7 +41,7 @@ def open_tiny(models: Path) -> Iterator[Callable[..., Any]]:
         if key not in held:
             while held:
                 held.popitem()[1].close()
-            device = dict(attention_backend="TRITON_ATTN", kv_cache_memory_bytes=1 << 28,
+            device = dict(attention_backend="TRITON_ATTN", kv_cache_memory_bytes=1 << 28, gpu_memory_utilization=0.05,
                           compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}) if CUDA else {}
             if options.get("enforce_eager"):
                 device.pop("compilation_config", None)

@@ -19,6 +19,7 @@ from ..session import Session
 from .drive import Run, drive
 
 _FAR = 300.0  # times the stream's length: so far along a direction that only it decides the next token
+IN_TURN = 16  # edits that a batch's requests take in turn: rows that all say one token are alike, and a GPU multiplies these faster
 _CHOICE = 8  # directions drawn for each that is taken, those that leave the least doubt about the token
 
 
@@ -69,28 +70,34 @@ class Steering:
         """One addition at the last layer, which makes every token `tokens[i]`."""
         return [Add(self._far[i], 1.0, [self._last])]
 
-    def rows(self) -> torch.Tensor:
-        """What to add at each layer `[layer d_model]` to make every token `tokens[0]`."""
+    def rows(self, i: int) -> torch.Tensor:
+        """What to add at each layer `[layer d_model]` to make every token `tokens[i]`."""
         rows = self._small.clone()
-        rows[self._last] = self._far[0]
+        rows[self._last] = self._far[i]
         return rows
 
-    def every_layer(self) -> list[Edit]:
-        """An addition at each layer, which makes every token `tokens[0]`."""
-        return [Add(self.rows(), 1.0, range(self._last + 1))]
+    def every_layer(self, i: int) -> list[Edit]:
+        """An addition at each layer, which makes every token `tokens[i]`."""
+        return [Add(self.rows(i), 1.0, range(self._last + 1))]
+
+    def turns(self, batch: int) -> list[int]:
+        """Which of a few edits each request of a batch is steered by."""
+        return [i % min(IN_TURN, len(self.tokens)) for i in range(batch)]
 
 
 def cases(session: Session, work: Work) -> list[Case]:
     """Return the cases for one engine and one kind of work."""
-    steering, everyone = Steering(session, work.batch), range(work.batch)
+    steering = Steering(session, work.batch)
+    turns, several = steering.turns(work.batch), sorted(set(steering.turns(work.batch)))
+    one, whole = [steering.one(i) for i in range(work.batch)], [steering.every_layer(i) for i in several]
     last = [Point("resid_post", session.n_layers - 1)]
     every = [Point("resid_post", layer) for layer in range(session.n_layers)]
-    one = steering.tokens[:1] * work.batch
+    said = [steering.tokens[i] for i in turns]
     return [
         Case("idle", lambda prompts: _run(session, work, prompts), lambda run, source: 0),
-        _steered("steer one layer", session, work, [steering.one(0)] * work.batch, one),
-        _steered("steer every layer", session, work, [steering.every_layer()] * work.batch, one),
-        _steered("another edit in each request", session, work, [steering.one(i) for i in everyone], steering.tokens),
+        _steered("steer one layer", session, work, [one[i] for i in turns], said),
+        _steered("steer every layer", session, work, [whole[i] for i in turns], said),
+        _steered("another edit in each request", session, work, one, steering.tokens),
         _captured("capture last token, one layer", session, work, last, False),
         _captured("capture last token, all layers", session, work, every, False),
         _captured("capture every token, one layer", session, work, last, True),

@@ -20,7 +20,7 @@ from ..errors import MiaError
 from ..serve.client.client import Client
 from ..serve.client.transport import Transport
 from ..serve.policy import new_key
-from .cases import Steering, Work
+from .cases import IN_TURN, Steering, Work
 from .drive import Run
 from .load import Load, load
 from .overhead import Row, figures, prepared
@@ -96,7 +96,8 @@ def serving(model: str, engine: Mapping[str, Any], work: Sequence[Work], layers:
             server.wait()
         native, tapped = both
         client = stack.enter_context(closing(Client(tapped.url, key[0], timeout=_CLIENT_SECONDS)))
-        steering = Steering(client, max(w.batch for w in work) if ANOTHER in only else 1)
+        largest = max(w.batch for w in work)
+        steering = Steering(client, largest if ANOTHER in only else min(largest, IN_TURN))
         with closing(Transport(tapped.url, key[0], _CLIENT_SECONDS)) as transport:
             publish(client, transport, folder, base / "exported", steering)
         yield Servers(f"{name} over HTTP", native, tapped, client, steering, only)

@@ -96,7 +96,7 @@ def measure(pair: Pair, work: Work, rounds: int, names: Sequence[str]) -> Iterat
 
 @contextmanager
 def _started(peer: Peer, pair: Pair, steering: Steering, folder: Path) -> Iterator[Connection]:
-    torch.save(steering.rows(), folder / f"{_VECTOR}.pt")
+    torch.save(steering.rows(0), folder / f"{_VECTOR}.pt")
     here, there = get_context("spawn").Pipe()
     process = get_context("spawn").Process(target=_serve, args=(there, peer.plugin, pair.path, pair.engine, str(folder)), daemon=True)
     process.start()

@@ -26,7 +26,6 @@ from ..session import Session
 from .cases import Steering, Work, lead_to
 from .load import Answer
 
-EVERY = "every"  # the bundle that acts at every layer
 ANOTHER = "another edit in each request"
 NAMES = ("idle", "steer one layer", "steer every layer", ANOTHER, "capture last token, one layer", "capture last token, all layers",
          "capture every token, one layer", "capture every token, all layers")
@@ -44,7 +43,7 @@ class Case:
 
 def publish(client: Client, server: Transport, folder: Path, scratch: Path, steering: Steering) -> None:
     """Export what the cases steer with, from the served model itself, push it into the folder and have it served."""
-    edits: dict[str, Sequence[Edit]] = {EVERY: steering.every_layer()}
+    edits: dict[str, Sequence[Edit]] = {_every(i): steering.every_layer(i) for i in set(steering.turns(len(steering.tokens)))}
     edits |= {_far(i): steering.one(i) for i in range(len(steering.tokens))}
     for name, mine in edits.items():
         push(export(mine, scratch / f"{name}.steer.zip", session=client, prompts=[[10, 11]], max_tokens=1), folder / "bundles")
@@ -56,13 +55,14 @@ def publish(client: Client, server: Transport, folder: Path, scratch: Path, stee
 def cases(session: Session, steering: Steering, work: Work) -> list[Case]:
     """Return the cases for one served model and one kind of work, as `NAMES` has them."""
     last = [session.n_layers - 1]
-    one, every = steering.tokens[:1] * work.batch, list(range(session.n_layers))
+    turns, every = steering.turns(work.batch), list(range(session.n_layers))
+    said = [steering.tokens[i] for i in turns]
     idle, one_layer, every_layer, _, *captures = NAMES
     return [
         _idle(idle, work),
-        _steered(one_layer, work, [_far(0)] * work.batch, one),
-        _steered(every_layer, work, [EVERY] * work.batch, one),
-        _steered(ANOTHER, work, [_far(i) for i in range(work.batch)], steering.tokens),
+        _steered(one_layer, work, list(map(_far, turns)), said),
+        _steered(every_layer, work, list(map(_every, turns)), said),
+        _steered(ANOTHER, work, list(map(_far, range(work.batch))), steering.tokens),
         *(_captured(name, session, work, layers, at) for name, layers, at in
           zip(captures, (last, every, last, every), ("last", "last", "all", "all"), strict=True)),
     ]
@@ -115,6 +115,10 @@ def _count(what: str, answer: Answer, work: Work) -> None:
 
 def _far(i: int) -> str:
     return f"far-{i}"
+
+
+def _every(i: int) -> str:
+    return f"every-{i}"
 
 
 def _idle(name: str, work: Work) -> Case:

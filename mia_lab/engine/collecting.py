@@ -17,8 +17,7 @@ def held_of(courier: Courier, uid: str, since: int, sites: Sequence[Site], shape
     The shape is the point's own, or `[k]` where rows were reduced to k float32 values. A mean has one row for all positions.
     """
     found = []
-    for site, before, reduced in courier.entries(uid):
-        positions, values = courier.rows(uid, site, before, since)
+    for (site, before), reduced, positions, values in courier.held(uid, since):
         shape = [values.shape[1]] if reduced else list(shapes[sites[site]])
         data = values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         found.append([*sites[site], before, positions.tobytes(), shape, str(values.dtype).removeprefix("torch."), data])

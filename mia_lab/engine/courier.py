@@ -24,6 +24,7 @@ _NOTHING = torch.empty(0)
 
 Entry = tuple[int, bool]  # site, before its edits
 Tensor = torch.Tensor
+_Order = tuple[np.ndarray, Tensor | None]  # positions, ascending, and which of the rows they are, where not all as they come
 
 
 @dataclass(slots=True)
@@ -68,6 +69,10 @@ class _Kept:
 
     whole: dict[int, list[_Rows]] = field(default_factory=dict)
     reduced: list[_Rows] = field(default_factory=list)
+
+    def entries(self) -> set[tuple[Entry, bool]]:
+        """Of which (site, before its edits) rows are held, and whether they were reduced."""
+        return {(entry, rows.reduced) for rows in (*(found[0] for found in self.whole.values()), *self.reduced) for entry in rows.cuts}
 
     def parts(self, since: int) -> list[_Rows]:
         """What holds the positions from `since` on; if that is all, the rows of each plan in one piece of memory."""
@@ -182,31 +187,39 @@ class Courier:
         summed for a mean there is one row of values for all positions.
         """
         self._sort()
+        return self._read([rows for kept in self._held_of(uid) for rows in kept.parts(since)], (site, before), since, {})
+
+    def held(self, uid: str, since: int = 0) -> Iterator[tuple[Entry, bool, np.ndarray, Tensor]]:
+        """Yield, for each (site, before its edits) of which rows are held for one request, in the order of the sites: it, whether the
+        rows were reduced, and what `rows` gives."""
+        self._sort()
+        held = self._held_of(uid)
+        parts, orders = [rows for kept in held for rows in kept.parts(since)], {}
+        for entry, reduced in sorted({one for kept in held for one in kept.entries()}):
+            yield entry, reduced, *self._read(parts, entry, since, orders)
+
+    def _held_of(self, uid: str) -> list[_Kept]:
         held = [self._kept[claim] for claim in self._claims.numbers(uid) if claim in self._kept]
         if len(held) > 1:
             raise RuntimeError(f"{len(held)} engine requests share the capture {uid!r}; capture with n=1")
-        entry = site, before
-        found = [rows for kept in held for rows in kept.parts(since) if entry in rows.cuts]
+        return held
+
+    def _read(self, parts: list[_Rows], entry: Entry, since: int, orders: dict[tuple[int, ...], _Order]) -> tuple[np.ndarray, Tensor]:
+        """What `rows` gives of one entry. orders: those of the parts that were read already, by their ids."""
+        found = [rows for rows in parts if entry in rows.cuts]
         if not found:
-            empty = torch.empty(0, self._tables.room[site], dtype=self._tables.arena.dtype)
-            return np.empty(0, np.int64), self._typed(empty, site)
+            empty = torch.empty(0, self._tables.room[entry[0]], dtype=self._tables.arena.dtype)
+            return np.empty(0, np.int64), self._typed(empty, entry[0])
         if found[0].summed:
             return _summed(found, entry)
-        positions = np.concatenate([rows.positions for rows in found])
+        names = tuple(map(id, found))
+        if names not in orders:
+            orders[names] = _in_order(found, since)
+        positions, picked = orders[names]
         values = torch.cat([rows.cut(entry) for rows in found]) if len(found) > 1 else found[0].cut(entry)
-        if since and not (positions >= since).all():
-            late = positions >= since
-            positions, values = positions[late], values[torch.from_numpy(late)]
-        if (np.diff(positions) <= 0).any():
-            order = len(positions) - 1 - np.unique(positions[::-1], return_index=True)[1]
-            positions, values = positions[order], values[torch.from_numpy(order)]
-        return positions, values if found[0].reduced else self._typed(values, site)
-
-    def entries(self, uid: str) -> list[tuple[int, bool, bool]]:
-        """The (site, before its edits, reduced) of which rows are held for one request, in the order of the sites."""
-        self._sort()
-        kept = [self._kept[claim] for claim in self._claims.numbers(uid) if claim in self._kept]
-        return sorted({(*entry, rows.reduced) for found in kept for rows in found.parts(0) for entry in rows.cuts})
+        if picked is not None:
+            values = values[picked]
+        return positions, values if found[0].reduced else self._typed(values, entry[0])
 
     def _typed(self, values: Tensor, site: int) -> Tensor:
         return values.contiguous().view(torch.float32) if self._tables.wide[site] else values
@@ -232,6 +245,19 @@ def _by_claim(step: Step, values: Tensor) -> Iterator[tuple[int, int, _Rows]]:
         layout, first = step.layouts[plan], int(step.starts[run[0]])
         yield int(step.claims[run[0]]), plan, _Rows(step.positions[run], layout.cuts,
                                                     values[first : first + len(run) * layout.stride].view(-1, layout.stride))
+
+
+def _in_order(found: list[_Rows], since: int) -> _Order:
+    """The positions of parts together, from `since` on, each once: where it was computed twice, its latest row."""
+    positions, picked = np.concatenate([rows.positions for rows in found]), None
+    if since and not (positions >= since).all():
+        picked = np.flatnonzero(positions >= since)
+        positions = positions[picked]
+    if (np.diff(positions) <= 0).any():
+        order = len(positions) - 1 - np.unique(positions[::-1], return_index=True)[1]
+        picked = order if picked is None else picked[order]
+        positions = positions[order]
+    return positions, None if picked is None else torch.from_numpy(picked)
 
 
 def _summed(found: list[_Rows], entry: Entry) -> tuple[np.ndarray, Tensor]:

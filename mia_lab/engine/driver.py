@@ -20,6 +20,15 @@ def call(name: str, *args: Any) -> None:
         raise RuntimeError(f"CUDA's {name} failed with error {error}")
 
 
+@cache
+def parameter_sizes(function: int) -> list[int]:
+    """Bytes of each parameter of a kernel, by the driver's handle of it."""
+    sizes, offset, size, ask = [], ctypes.c_size_t(), ctypes.c_size_t(), _library().cuFuncGetParamInfo
+    while ask(ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)) == 0:
+        sizes.append(size.value)
+    return sizes
+
+
 def copy_to_host(place: torch.Tensor, source: torch.Tensor, stream: int) -> None:
     """Enqueue a copy between flat tensors of one size on a stream, which need not be the current one."""
     if place.nbytes != source.nbytes:

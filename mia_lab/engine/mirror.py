@@ -1,6 +1,7 @@
 """Device tables that are written on the host first: all that changed since the last step goes over in one copy."""
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -20,6 +21,7 @@ class Mirror:
         self._host = np.zeros(sum(sizes.values()), np.int32)
         self._starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist()))
         self._shapes = dict(shapes)
+        self._columns = {name: self._starts[name] + _first_column(shape) for name, shape in shapes.items()}
         self._dirty: list[np.ndarray] = []
         for name, fill in fills.items():
             self._host[self._starts[name] : self._starts[name] + sizes[name]] = fill
@@ -36,10 +38,7 @@ class Mirror:
 
     def write_column(self, name: str, place: int, column: np.ndarray) -> None:
         """Write `table[:, place] = column` for a column `[n ...]`, as `write_lines` does."""
-        _, across, *inner = self._shapes[name]
-        size = int(np.prod(inner))
-        places = (np.arange(len(column)) * across + place)[:, None] * size + np.arange(size)
-        self._put(self._starts[name] + places.ravel(), column)
+        self._put(self._columns[name] + place * math.prod(self._shapes[name][2:]), column)
 
     def _put(self, places: np.ndarray, values: np.ndarray) -> None:
         self._host[places] = np.ascontiguousarray(values).view(np.int32).ravel()
@@ -55,6 +54,13 @@ class Mirror:
         sent = send(sent, self._device.device)
         self._device.index_copy_(0, sent[0], sent[1].to(torch.int32))
         self._dirty.clear()  # last: what is interrupted is sent again
+
+
+def _first_column(shape: tuple[int, ...]) -> np.ndarray:
+    """Where `table[:, 0]` lies in a table of this shape."""
+    rows, across, *inner = shape
+    size = math.prod(inner)
+    return (np.arange(rows)[:, None] * across * size + np.arange(size)).ravel()
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:

@@ -44,6 +44,11 @@ class Room:
         """How many requests whose gates hold there are places for (`Sizes.requests`)."""
         return 2 * self.together
 
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The places of each table, as `_demand` goes through them."""
+        return self.bank_rows, self.programs, self.terms, self.plans
+
     def share(self, parts: int) -> Room:
         """One part of several equal ones, for as many processes that do not know of one another's requests."""
         sizes = {name: getattr(self, name) // parts for name in ("bank_rows", "programs", "terms", "plans", "biased_tokens")}
@@ -51,12 +56,16 @@ class Room:
 
     def check(self, specs: Iterable[Spec], vectors: Mapping[str, Sized]) -> None:
         """EditError where requests with these specs might not fit together. vectors: `[n d]`, by address."""
+        distinct = dict.fromkeys(specs)
+        if not self.chunked and any(spec.takes_twice for spec in distinct):
+            raise EditError("a point captured both before and after its edits takes twice the room, for which prompts must be "
+                            "chunked; load with enable_chunked_prefill=True")
+        wanted = [_demand(spec, vectors) for spec in distinct]
+        if all(sum(map(_places, entries)) <= size for size, entries in zip(self.sizes, zip(*wanted))):
+            return  # even if no two shared a place, and all ran at once
         book = InFlight(self)
-        for spec in dict.fromkeys(specs):
+        for spec in distinct:
             book._add(spec, vectors)
-            if spec.takes_twice and not self.chunked:
-                raise EditError("a point captured both before and after its edits takes twice the room, for which prompts must be "
-                                "chunked; load with enable_chunked_prefill=True")
         fault = book._fault()
         if fault:
             raise EditError(f"these requests name {fault}. Use fewer selectors or points, or fewer prompts at a time, or "
@@ -84,7 +93,7 @@ class InFlight:
         self._room = room
         self._uses: Counter[Spec] = Counter()
         self._demands: dict[Spec, tuple[Entries, ...]] = {}
-        self._tables = tuple(_Table(size, room.together) for size in (room.bank_rows, room.programs, room.terms, room.plans))
+        self._tables = tuple(_Table(size, room.together) for size in room.sizes)
         self._lengths = _Lengths(room.biased_tokens, room.together)
         self._ranks: Counter[int] = Counter()
         self._gated = 0  # requests whose gates hold
@@ -148,8 +157,7 @@ class InFlight:
             self.leave(spec, length)
 
     def _add(self, spec: Spec, vectors: Mapping[str, Sized]) -> None:
-        programs, plans = _programs(spec), _plans(spec)
-        self._demands[spec] = ({sha: len(vectors[sha]) for sha in addresses(spec)}, dict.fromkeys(programs, 1), programs, plans)
+        self._demands[spec] = _demand(spec, vectors)
         for table, entries in zip(self._tables, self._demands[spec]):
             table.add(entries)
 
@@ -171,21 +179,26 @@ class _Table:
 
     def __init__(self, room: int, together: int) -> None:
         self.room, self.together = room, together
-        self._uses: Counter[Hashable] = Counter()
+        self._uses: dict[Hashable, int] = {}
         self._total = 0  # places of all entries
-        self._costs: list[int] = []  # of each spec, ascending
+        self._costs: list[int] = []  # of each spec that wants any, ascending
 
     def add(self, entries: Entries) -> None:
-        insort(self._costs, sum(entries.values()))
+        if entries:
+            insort(self._costs, _places(entries))
         for key, places in entries.items():
-            self._total += 0 if self._uses[key] else places
-            self._uses[key] += 1
+            uses = self._uses.get(key, 0)
+            self._uses[key] = uses + 1
+            self._total += 0 if uses else places
 
     def remove(self, entries: Entries) -> None:
-        del self._costs[bisect_left(self._costs, sum(entries.values()))]
+        if entries:
+            del self._costs[bisect_left(self._costs, _places(entries))]
         for key, places in entries.items():
-            self._uses[key] -= 1
-            if not self._uses[key]:
+            uses = self._uses[key] - 1
+            if uses:
+                self._uses[key] = uses
+            else:
                 del self._uses[key]
                 self._total -= places
 
@@ -236,6 +249,16 @@ class _Lengths:
         return self.wanted <= self._room
 
 
+def _places(entries: Entries) -> int:
+    return sum(entries.values())
+
+
+def _demand(spec: Spec, vectors: Mapping[str, Sized]) -> tuple[Entries, Entries, Entries, Entries]:
+    """What a spec wants of each table. vectors: `[n d]`, by address."""
+    programs = _programs(spec)
+    return {sha: len(vectors[sha]) for sha in addresses(spec)}, dict.fromkeys(programs, 1), programs, _plans(spec)
+
+
 def _holds(spec: Spec) -> bool:
     """Whether a gate of a request holds once it is decided, for which it has a place of its own."""
     return any(gate.rule != "row" for gate in spec.gates)
@@ -245,7 +268,7 @@ def _holds(spec: Spec) -> bool:
 def _programs(spec: Spec) -> Entries:
     """The different programs of a spec, as the tables tell them apart: their terms without spans; with how many terms each has."""
     levels = tuple(gate.threshold if gate.rule == "row" else None for gate in spec.gates)
-    return {(levels, tuple(replace(term, spans=()) for term in cut.terms)): len(cut.terms) for cut in acting(segments(spec)) if cut.terms}
+    return {(levels, tuple(term.bare for term in cut.terms)): len(cut.terms) for cut in acting(segments(spec)) if cut.terms}
 
 
 @lru_cache(maxsize=1024)

@@ -45,9 +45,10 @@ class Step:
 
 @dataclass(slots=True)
 class _Segments:
-    """A Spec resolved to table places: ascending starts, and each segment's program and plan (-1 for none)."""
+    """A Spec resolved to table places: ascending starts, where each segment stops, and its program and plan (-1 for none)."""
 
     starts: np.ndarray
+    stops: np.ndarray
     programs: np.ndarray
     plans: np.ndarray
     held: list[Program]
@@ -109,8 +110,8 @@ class Router:
         self._segments: dict[Spec, _Segments] = {}
         self._place: dict[str, int] = {}
         self.gates = Gates(tables)
-        self.needed = _NOWHERE  # the sites at which this step's rows do something; one object while it stays the same
-        self._edited = _NOWHERE  # those of them at which rows are edited
+        # The sites at which this step's rows do something, and those of them at which they are edited; one object while it stays the same.
+        self.needs = _NOWHERE, _NOWHERE
         self._serving = self._told = False
         self._strides = np.zeros(tables.sizes.plans, np.int64)  # by plan
         self._stale = False
@@ -234,10 +235,11 @@ class Router:
             self._written = 0
 
     def _need(self, sites: frozenset[int], edited: frozenset[int]) -> None:
-        if sites != self.needed or edited != self._edited or not self._told:
-            self._edited, self._told = edited, self._serving
-            if sites != self.needed:
-                self.needed = sites
+        needs = sites, edited
+        if needs != self.needs or not self._told:
+            self._told = self._serving
+            if needs != self.needs:
+                self.needs = needs
             if self._serving:
                 self._tables.keep_awake(sites, edited)
 
@@ -295,7 +297,8 @@ class Router:
         edited = frozenset(self._site[term.site] for term in spec.terms)
         sites = edited | {self._site[take.site] for take in spec.takes}
         moves = bool(spec.gates) or any(term.rate or term.aligned or term.op == "bias" for term in spec.terms)
-        found = _Segments(np.array([cut.start for cut in cuts], np.int64), np.full(len(cuts), NEUTRAL),
+        starts = [cut.start for cut in cuts]
+        found = _Segments(np.array(starts, np.int64), np.array([*starts[1:], _END], np.int64), np.full(len(cuts), NEUTRAL),
                           np.full(len(cuts), NEUTRAL), [], [], sites, edited, moves)
         places: dict[int, int] = {id(()): NEUTRAL}  # segments where the same acts, or the same is captured, share one tuple
         try:
@@ -327,7 +330,7 @@ class Router:
     def _line(self, term: Term, spec: Spec, begins: bool) -> Line:
         gate = spec.gates[term.gate] if term.gate >= 0 else None
         level = gate.threshold if gate is not None and gate.rule == "row" and term.op != "measure" else None
-        return Line(self._site[term.site], replace(term, spans=()), level, begins)
+        return Line(self._site[term.site], term.bare, level, begins)
 
     def _give_back(self, found: _Segments) -> None:
         for program in found.held:
@@ -341,7 +344,7 @@ class Router:
         live = [self._segments[known.spec] for known in self._live.values()]
         join = lambda arrays: np.concatenate(arrays) if arrays else np.empty(0, np.int64)  # noqa: E731
         self._flat_starts = join([found.starts for found in live])
-        self._flat_stops = join([np.append(found.starts[1:], _END) for found in live])
+        self._flat_stops = join([found.stops for found in live])
         self._keys = self._flat_starts + np.repeat(np.arange(len(live)) << 32, [len(found.starts) for found in live])
         self._flat_programs = join([found.programs for found in live])
         self._flat_plans = join([found.plans for found in live])

@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -18,7 +20,6 @@ from .mirror import Mirror, send
 from .wire import MAX_GATES, Term
 
 K = TypeVar("K", bound=Hashable)
-_FLAGS = {"fresh": P.FRESH, "cosine": P.COSINE, "vote": P.VOTE}
 
 
 class FullError(RuntimeError):
@@ -71,13 +72,15 @@ class Shelf(Generic[K]):
     def evict(self, key: K) -> None:
         """Forget an idle entry and free its places."""
         del self._idle[key], self._uses[key]
-        merged: list[tuple[int, int]] = []
-        for start, length in sorted([*self._free, self.places.pop(key)]):
-            if merged and sum(merged[-1]) == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + length)
-            else:
-                merged.append((start, length))
-        self._free = merged
+        start, length = self.places.pop(key)
+        at = bisect_left(self._free, (start, length))
+        if at < len(self._free) and self._free[at][0] == start + length:
+            length += self._free.pop(at)[1]
+        if at and sum(self._free[at - 1]) == start:
+            at -= 1
+            start, before = self._free.pop(at)
+            length += before
+        self._free.insert(at, (start, length))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,12 @@ def _head_mask(heads: tuple[int, ...]) -> tuple[int, int]:
     """Return a mask of heads 0 to 63 as two int32; all of them where none is named."""
     mask = sum(1 << head for head in heads) if heads else (1 << 64) - 1
     return tuple(part - (1 << 32) if part >> 31 else part for part in (mask & 0xFFFFFFFF, mask >> 32))
+
+
+def _numbers(line: Line) -> tuple[float, ...]:
+    """A term's columns in `numbers`."""
+    term = line.term
+    return term.coeff, term.slope, term.offset, term.low, term.high, term.rate, term.threshold, line.level or 0.0
 
 
 Program = tuple[Line, ...]  # in the order they act
@@ -139,6 +148,7 @@ class Tables:
         self._plans: Shelf[Plan] = Shelf(sizes.plans, "capture plans")
         self._clear()
         self.history: Shelf[str] = Shelf(sizes.biased_tokens, "places for keys and values under a bias")
+        self._no_terms = np.tile(np.array([0, 0, -1, 0], np.int32), (n, 1))  # the index's column of a program that does nothing
         self._addresses = [self.index[site].data_ptr() for site in range(n)]
         for noted in (asleep, unedited):  # other tensors may come to lie there
             weakref.finalize(self, noted.difference_update, self._addresses)
@@ -150,7 +160,7 @@ class Tables:
         self._terms: Shelf[Program] = Shelf(self.sizes.terms, "edit terms")
         self._bank: Shelf[str] = Shelf(self.bank_rows, "vector places")
         self._used: dict[str, torch.Tensor] = {}  # vectors in the bank that programs use
-        self._arriving: dict[int, torch.Tensor] = {}  # vectors to be written into the bank, by place
+        self._arriving: dict[int, torch.Tensor] = {}  # vectors `[1 d]` to be written into the bank, by place
 
     def _all(self) -> tuple[torch.Tensor, ...]:
         return (self.rows, self.index, self.words, self.numbers, self.bank, self.offsets, self.arena, self.measures, self.opens)
@@ -209,26 +219,11 @@ class Tables:
 
     def _try_to_write(self, program: Program, place: int) -> None:
         ordered = sorted(program, key=lambda line: line.site)  # stable: the order of the terms of one site stays
-        words = np.zeros((len(ordered), P.COLUMNS), np.int32)
-        numbers = np.zeros((len(ordered), P.COLUMNS), np.float32)
-        index = np.tile(np.array([0, 0, -1, 0], np.int32), (len(self.widths), 1))
         start, _ = self._terms.take(program, max(len(ordered), 1))
         held: list[str] = []
         try:
-            for i, line in enumerate(ordered):
-                term, site = line.term, line.site
-                read, write = self._place_vector(term.read, 1, site, held), self._place_vector(term.write, term.aligned, site, held)
-                if term.op == "bias":
-                    read, write = _head_mask(term.heads)
-                flags = sum(bit for name, bit in _FLAGS.items() if getattr(term, name))
-                flags |= P.ALIGNED * bool(term.aligned) | P.PER_ROW * (line.level is not None) | P.BEGINS * line.begins
-                words[i] = P.OPS.index(term.op), read, write, term.gate, *term.columns, term.origin, flags
-                numbers[i] = (term.coeff, term.slope, term.offset, term.low, term.high, term.rate, term.threshold, line.level or 0.0)
-                if not index[site, P.COUNT]:
-                    index[site, P.FIRST] = start + i
-                index[site, P.COUNT] += 1
-                index[site, P.PLAIN] = write if index[site, P.COUNT] == 1 and self._is_plain(term, site) else -1
-                index[site, P.PLAIN_COEFF] = numbers[i, P.COEFF].view(np.int32)
+            words = np.array([self._words(line, held) for line in ordered], np.int32)
+            numbers = np.array([_numbers(line) for line in ordered], np.float32)
         except BaseException:
             self._give_vectors(held)
             self._terms.give(program)
@@ -237,7 +232,22 @@ class Tables:
         if ordered:
             self._mirror.write_lines("words", start, words)
             self._mirror.write_lines("numbers", start, numbers)
+        index = self._no_terms.copy()
+        for site, lines in groupby(range(len(ordered)), key=lambda i: ordered[i].site):
+            first, *more = lines
+            plain = words[first, P.WRITE] if not more and self._is_plain(ordered[first].term, site) else -1
+            index[site] = start + first, 1 + len(more), plain, numbers[first, P.COEFF].view(np.int32)
         self._mirror.write_column("index", place, index)
+
+    def _words(self, line: Line, held: list[str]) -> tuple[int, ...]:
+        """A term's columns in `words`. Its vectors are taken, and added to `held`."""
+        term, site = line.term, line.site
+        read, write = self._place_vector(term.read, 1, site, held), self._place_vector(term.write, term.aligned, site, held)
+        if term.op == "bias":
+            read, write = _head_mask(term.heads)
+        flags = (P.FRESH * term.fresh | P.COSINE * term.cosine | P.VOTE * term.vote | P.ALIGNED * bool(term.aligned)
+                 | P.PER_ROW * (line.level is not None) | P.BEGINS * line.begins)
+        return P.OPS.index(term.op), read, write, term.gate, *term.columns, term.origin, flags
 
     def _is_plain(self, term: Term, site: int) -> bool:
         """Whether a term adds coefficient times vector, always and everywhere in the row."""
@@ -248,13 +258,13 @@ class Tables:
         if not sha:
             return -1
         vectors = self._used[sha] if sha in self._used else self.vectors[sha]
-        if len(vectors) != max(rows, 1) or vectors.shape[1] != self.widths[site]:
+        if vectors.shape != (max(rows, 1), self.widths[site]):
             raise ValueError(f"vector {sha} is {list(vectors.shape)}; its term needs [{max(rows, 1)}, {self.widths[site]}]")
-        place, fresh = self._bank.take(sha, len(vectors))
+        place, fresh = self._bank.take(sha, max(rows, 1))
         held.append(sha)
         self._used[sha] = vectors
         if fresh:
-            self._arriving |= {place + i: vector for i, vector in enumerate(vectors)}
+            self._arriving |= {place + i: vector for i, vector in enumerate(vectors.split(1))}
         return place
 
     def flush(self) -> None:
@@ -262,9 +272,9 @@ class Tables:
         self._mirror.flush()
         by_width: dict[int, list[int]] = {}
         for place, vector in self._arriving.items():
-            by_width.setdefault(len(vector), []).append(place)
+            by_width.setdefault(vector.shape[1], []).append(place)
         for width, places in by_width.items():
-            vectors = send(torch.stack([self._arriving[place] for place in places]), self.device)
+            vectors = send(torch.cat([self._arriving[place] for place in places]), self.device)
             self.bank[:, :width].index_copy_(0, send(torch.tensor(places), self.device), vectors)
         self._arriving.clear()
 

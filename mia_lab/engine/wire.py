@@ -6,14 +6,16 @@ import json
 import math
 from bisect import bisect_right
 from collections import Counter
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import lru_cache
+from operator import attrgetter
 
 from .segments import acting, busiest, segments
 
 KEY = "mia_lab"  # in SamplingParams.extra_args and in VllmConfig.additional_config
 VERSION = 2
 MAX_BYTES = 1 << 20
+_SHORT = 1 << 14  # characters of a text of which many are kept
 MAX_NUMBER = 3.4e38  # the tables hold float32
 MAX_TERMS = 64  # that may meet at one point of one row
 MAX_GATES = 4  # of one request
@@ -26,8 +28,14 @@ Span = tuple[int, int | None]
 Site = tuple[str, int]
 
 
+class _Kept:
+    """Places beside a term's fields for what is worked out of them once."""
+
+    __slots__ = ("_bare", "_hash")
+
+
 @dataclass(frozen=True, slots=True)
-class Term:
+class Term(_Kept):
     """One step of an edit at (kind, layer) on the rows in `spans`. What it does is said beside each op in `kernels/program.py`.
 
     `read` and `write` are content addresses of vectors, "" for none. `gate` is an index into the spec's gates, -1 for
@@ -56,10 +64,26 @@ class Term:
     vote: bool = False
     heads: tuple[int, ...] = ()  # of a bias; () is all
 
+    def __hash__(self) -> int:  # terms stand in the keys of several tables, and have many fields
+        if not hasattr(self, "_hash"):
+            object.__setattr__(self, "_hash", hash(_values(self)))
+        return self._hash
+
     @property
     def site(self) -> Site:
         """Where it acts."""
         return self.kind, self.layer
+
+    @property
+    def bare(self) -> Term:
+        """The same on no rows: what tells programs apart."""
+        if not hasattr(self, "_bare"):
+            object.__setattr__(self, "_bare", replace(self, spans=()))
+        return self._bare
+
+
+_DEFAULTS = {f.name: f.default for f in fields(Term)}
+_values = attrgetter(*_DEFAULTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +135,7 @@ class Reduce:
 class Spec:
     """What a request asks of the taps. Requests that ask the same share one, however many they are.
 
+    keeps_history: whether the request's keys and values are kept, for a bias of its attention.
     first_row: the first position that must be computed, not read from the prefix cache; None when any may be read.
     takes_twice: whether a point is captured both before and after its edits, so that its rows take twice the room.
     spans: all the stretches of positions that are captured somewhere.
@@ -121,6 +146,7 @@ class Spec:
     gates: tuple[Gate, ...] = ()
     reduce: Reduce | None = None
     # Worked out once: every request asks for them, and there may be hundreds of points.
+    keeps_history: bool = field(init=False, repr=False, compare=False)
     first_row: int | None = field(init=False, repr=False, compare=False)
     takes_twice: bool = field(init=False, repr=False, compare=False)
     spans: frozenset[Span] = field(init=False, repr=False, compare=False)
@@ -129,6 +155,7 @@ class Spec:
     def __post_init__(self) -> None:
         rows = [take.spans[0][0] for take in self.takes if take.spans]
         rows += [gate.start for gate in self.gates if gate.rule in ("mean", "max", "since")]
+        object.__setattr__(self, "keeps_history", any(term.op == "bias" for term in self.terms))
         object.__setattr__(self, "first_row", 0 if self.keeps_history else min(rows, default=None))
         object.__setattr__(self, "takes_twice", len({take.site for take in self.takes}) < len(self.takes))
         object.__setattr__(self, "spans", frozenset(span for take in self.takes for span in take.spans))
@@ -141,11 +168,6 @@ class Spec:
     def pools(self) -> bool:
         """Whether a gate is decided by several rows together."""
         return any(gate.rule in ("mean", "max") for gate in self.gates)
-
-    @property
-    def keeps_history(self) -> bool:
-        """Whether the request's keys and values are kept, for a bias of its attention."""
-        return any(term.op == "bias" for term in self.terms)
 
 
 NOTHING = Spec()
@@ -176,7 +198,7 @@ def _body(spec: Spec) -> str:
 
 def _sparse(term: Term) -> dict:
     """The fields of a term that differ from their defaults."""
-    return {f.name: getattr(term, f.name) for f in fields(Term) if getattr(term, f.name) != f.default}
+    return {name: value for (name, default), value in zip(_DEFAULTS.items(), _values(term)) if value != default}
 
 
 def decode(text: str) -> tuple[str, Spec]:
@@ -184,10 +206,9 @@ def decode(text: str) -> tuple[str, Spec]:
     if not isinstance(text, str) or len(text) > MAX_BYTES:
         raise ValueError(f"a spec is a string of at most {MAX_BYTES} bytes")
     uid, _, body = text.partition(" ")
-    return _text(uid), _parse(body)
+    return _text(uid), (_parse_short if len(body) <= _SHORT else _parse_long)(body)
 
 
-@lru_cache(maxsize=256)
 def _parse(body: str) -> Spec:
     try:
         data = json.loads(body)
@@ -203,6 +224,10 @@ def _parse(body: str) -> Spec:
         raise ValueError(f"the spec is malformed: {error!r}") from None
     _check(spec)
     return shared(spec)
+
+
+# A request is decoded where it is made, where it comes in and where it runs, each time with all the others of its batch.
+_parse_short, _parse_long = (lru_cache(maxsize=n)(_parse) for n in (2048, 256))
 
 
 _READERS = {"op": lambda v: _choice(v, OPS), "kind": lambda v: _text(v), "layer": lambda v: _index(v), "spans": lambda v: _spans(v),
@@ -259,9 +284,9 @@ def _check(spec: Spec) -> None:
     for index, gate in enumerate(spec.gates):
         _check_gate(index, gate, spec)
     for cut in acting(segments(spec)):
-        if max(Counter(term.layer for term in cut.terms if term.op == "bias").values(), default=0) > 1:
+        if spec.keeps_history and max(Counter(term.layer for term in cut.terms if term.op == "bias").values(), default=0) > 1:
             raise ValueError("two biases meet at one layer of one row")
-        if busiest(cut)[1] > MAX_TERMS:
+        if len(cut.terms) > MAX_TERMS and busiest(cut)[1] > MAX_TERMS:
             raise ValueError(f"more than {MAX_TERMS} edits meet at one point from position {cut.start} on")
 
 
@@ -348,6 +373,8 @@ def _spans(value: object) -> tuple[Span, ...]:
     return spans
 
 
-def address(rows: int, data: bytes) -> str:
+def address(rows: int, data: bytes | memoryview) -> str:
     """Return the content address of `rows` vectors, given as float32 bytes: a hash of 32 hex digits."""
-    return hashlib.sha256(f"{rows}:".encode() + data).hexdigest()[:32]
+    found = hashlib.sha256(f"{rows}:".encode())
+    found.update(data)  # which may be megabytes, and would be copied to be joined to the number
+    return found.hexdigest()[:32]

@@ -56,6 +56,7 @@ class Lab:
         without_lora(runner, PROBE_TOKENS)
         self._layout = discover(self._model, config, runner.device)
         self._sites = _existing(options, self._layout)
+        self._shapes = {site: place.shape for site, place in self._layout.places.items()}
         places = self._layout.chosen(self._sites)
         self._tables = Tables([0 if isinstance(p.at, taps.Biased) else math.prod(p.shape) for p in places],
                               [getattr(p.at, "wide", False) for p in places], self._sizes, config.model_config.dtype, runner.device)
@@ -71,7 +72,7 @@ class Lab:
         object.__setattr__(config, "mia_courier", weakref.ref(self._courier))  # for the scheduler, where that is in this process
         self._adapter = adapter_for(runner)
         self._adapter.install(self._router, self._courier)
-        graphs.install(runner, self._tables, lambda: self._router.needed)
+        graphs.install(runner, self._tables, lambda: self._router.needs)
         self._rows_at_once = max(1, lens.LOGIT_BYTES // (4 * config.model_config.get_vocab_size()))
 
     def _install_taps(self) -> None:
@@ -199,7 +200,7 @@ class Lab:
 
     def rows(self, uid: str, since: int) -> list[list[Any]]:
         """Return all that is held of one request from position `since` on, as `held_of` gives it."""
-        return held_of(self._courier, uid, since, self._sites, {site: place.shape for site, place in self._layout.places.items()})
+        return held_of(self._courier, uid, since, self._sites, self._shapes)
 
     def counts(self) -> dict[str, Any]:
         """Return what was counted since the engine started: rows captured and dropped, and the gates that opened and that did not."""

@@ -68,7 +68,7 @@ def compile_edits(edits: Iterable[Edit], prompt: Context, model: Model) -> Compi
             gate = gated[edit.when][0]
             gated[edit.when] = gate, merge(sorted([*gated[edit.when][1], *spans], key=lambda s: s[0]))
         for point, listed in sorted(steps.items()):
-            out.terms += [term for step in listed for term in _terms(step, point, edit, spans, gate, model, out, prompt)]
+            out.terms += [_term(step, point, edit, spans, gate, model, out, prompt) for step in listed]
     for when, (index, rows) in gated.items():
         wire, read = _gate(when, index, rows, prompt, model, out)
         out.gates.append(wire)
@@ -81,9 +81,8 @@ def compile_edits(edits: Iterable[Edit], prompt: Context, model: Model) -> Compi
         biased = [t.layer for t in segment.terms if t.op == "bias"]
         if len(biased) > len(set(biased)):
             raise EditError(f"two attention biases meet at one layer from position {segment.start} on; only one can act there")
-        point, meeting = busiest(segment)
-        if meeting > MAX_TERMS:
-            raise EditError(f"{meeting} edit terms meet at {Point(*point)} from position {segment.start} on; at most {MAX_TERMS} can")
+        if len(segment.terms) > MAX_TERMS and (crowd := busiest(segment))[1] > MAX_TERMS:
+            raise EditError(f"{crowd[1]} edit terms meet at {Point(*crowd[0])} from position {segment.start} on; at most {MAX_TERMS} can")
     return out
 
 
@@ -97,7 +96,7 @@ def check(edit: Edit, model: Model) -> None:
         _check_point(point, model)
         for step in steps:
             if step.op != "bias":
-                _terms(step, point, edit, [(0, None)], -1, model, Compiled(), Context(()))
+                _placed(step, point, edit, model)
     for probe in edit.when.probes if isinstance(edit.when, Gate) else ():
         _check_probe(probe, model)
 
@@ -120,11 +119,20 @@ def _spans(edit: Edit, prompt: Context) -> list[Span]:
     return spans
 
 
-def _terms(step: Step, point: Point, edit: Edit, spans: list[Span], gate: int, model: Model, out: Compiled,
-           prompt: Context) -> list[Term]:
-    shape = model.shapes[point]
+def _term(step: Step, point: Point, edit: Edit, spans: list[Span], gate: int, model: Model, out: Compiled, prompt: Context) -> Term:
     if step.op == "bias":
-        return [_bias(step, point, spans, gate, shape[0], prompt)]
+        return _bias(step, point, spans, gate, model.shapes[point][0], prompt)
+    columns, read, write = _placed(step, point, edit, model)
+    rate = edit.schedule.rate if edit.schedule is not None else 0.0
+    shas = [out.vector(rows, edit._addresses if rows is own else None) for rows, own in ((read, step.read), (write, step.write))]
+    return Term(step.op, point.kind, point.layer, tuple(spans), *shas, step.coeff, step.slope, step.offset, step.low, step.high, rate,
+                step.threshold, gate, columns, spans[0][0] if rate else edit.first or 0, len(write) if step.aligned else 0, step.fresh)
+
+
+def _placed(step: Step, point: Point, edit: Edit,
+            model: Model) -> tuple[tuple[int, int], torch.Tensor | None, torch.Tensor | None]:
+    """Return a step's columns at a point, and what it reads and writes, as wide as the point."""
+    shape = model.shapes[point]
     width = prod(shape)
     columns = (0, width)
     if step.head is not None:
@@ -133,13 +141,9 @@ def _terms(step: Step, point: Point, edit: Edit, spans: list[Span], gate: int, m
             raise EditError(f"head {step.head} was named at {point}, which has {have}")
         columns = (step.head * shape[1], (step.head + 1) * shape[1])
     read, write = (_widen(rows, columns, width, point) for rows in (step.read, step.write))
-    rate = edit.schedule.rate if edit.schedule is not None else 0.0
-    origin = edit.first or 0
-    if rate and step.aligned:
+    if step.aligned and edit.schedule is not None and edit.schedule.rate:
         raise EditError("rows by position take no schedule; scale them beforehand")
-    shas = [out.vector(rows, edit._addresses if rows is own else None) for rows, own in ((read, step.read), (write, step.write))]
-    return [Term(step.op, point.kind, point.layer, tuple(spans), *shas, step.coeff, step.slope, step.offset, step.low, step.high, rate,
-                 step.threshold, gate, columns, spans[0][0] if rate else origin, len(write) if step.aligned else 0, step.fresh)]
+    return columns, read, write
 
 
 def _bias(step: Step, point: Point, spans: list[Span], gate: int, heads: int, prompt: Context) -> Term:

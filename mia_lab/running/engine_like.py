@@ -73,8 +73,11 @@ class EngineLike(ABC):
         """Call one of the worker's `mia_*` methods and return what it gives."""
 
     @abstractmethod
-    def sampling(self, params: Mapping[str, Any], wire: str) -> Any:
-        """One request's sampling parameters, as `run` takes them. wire: its spec, "" for none. PromptError for what cannot be."""
+    def sampling(self, params: Mapping[str, Any], wires: Sequence[str]) -> list[Any]:
+        """The sampling parameters of requests that differ in their specs only, as `run` takes them; PromptError for what cannot be.
+
+        wires: each one's spec, "" for none.
+        """
 
     @abstractmethod
     def run(self, prompts: Sequence[list[int]], params: Sequence[Any], lora: Any = None) -> list[Any]:

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -149,16 +150,20 @@ class Engine(EngineLike):
                 raise named(error, found)
             return found
 
-    def sampling(self, params: Mapping[str, Any], wire: str) -> SamplingParams:
-        """One request's SamplingParams, which carry its spec. PromptError for what cannot be."""
+    def sampling(self, params: Mapping[str, Any], wires: Sequence[str]) -> list[SamplingParams]:
+        """The SamplingParams of requests that differ in their specs only, which they carry. PromptError for what cannot be."""
         from vllm import SamplingParams
 
         params = dict(params)
-        extra = dict(params.pop("extra_args", None) or {}) | ({KEY: wire} if wire else {})
+        extra = dict(params.pop("extra_args", None) or {})
         try:
-            return SamplingParams(**params, extra_args=extra)
+            checked = SamplingParams(**params, extra_args=extra)
         except Exception as error:  # vLLM has errors of its own for these, which differ between versions
             raise PromptError(f"these sampling arguments do not work: {error}") from None
+        found = [copy(checked) for _ in wires]
+        for one, wire in zip(found, wires):
+            one.extra_args = extra | ({KEY: wire} if wire else {})
+        return found
 
     def run(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], lora: Any = None) -> list[RequestOutput]:
         """Run token prompts as one continuous batch, with a LoRA or without. Whatever interrupts it, no request is left."""

@@ -41,7 +41,10 @@ class Submitter:
 
     def context(self, read: Prompts, i: int) -> Context:
         """What selectors resolve against, for one of the prompts."""
-        return Context(read.ids[i], has_bos(self._engine.tokenizer, read.ids[i]), self._engine.tokenizer, read.messages[i])
+        return self._context(read, i, self._engine.tokenizer.bos_token_id)
+
+    def _context(self, read: Prompts, i: int, bos: int | None) -> Context:
+        return Context(read.ids[i], _begins_with(bos, read.ids[i]), self._engine.tokenizer, read.messages[i])
 
     def run(self, read: Prompts, edits: Sequence[Sequence[Edit]], params: dict[str, Any],
             takes: Sequence[Sequence[Take]] = (), reduce: Reduce | None = None,
@@ -78,13 +81,17 @@ class Submitter:
             wired = [encode(uid, spec) if spec != NOTHING else "" for uid, spec in zip(uids, specs)]
         except ValueError as error:
             raise EditError(f"these edits or positions cannot be sent to the engine: {error}") from None
-        seeds = params.pop("seed", None)
-        seeds = seeds if isinstance(seeds, (list, tuple)) else [seeds] * len(specs)
-        if len(seeds) != len(specs):
-            raise PromptError(f"give one seed, or one for each of the {len(specs)} prompts; these are {len(seeds)}")
-        sampling = [self._engine.sampling(params | {"seed": seed}, wire) for wire, seed in zip(wired, seeds)]
+        sampling = self._sampling(params, wired)
         self._engine.register({**vectors, **matrices})
         return sampling, uids
+
+    def _sampling(self, params: dict[str, Any], wired: Sequence[str]) -> list:
+        seeds = params.get("seed")
+        if not isinstance(seeds, (list, tuple)):
+            return self._engine.sampling(params | {"seed": seeds}, wired)
+        if len(seeds) != len(wired):
+            raise PromptError(f"give one seed, or one for each of the {len(wired)} prompts; these are {len(seeds)}")
+        return [one for seed, wire in zip(seeds, wired) for one in self._engine.sampling(params | {"seed": seed}, [wire])]
 
     @property
     def _max_len(self) -> int:
@@ -97,8 +104,9 @@ class Submitter:
         vectors: dict[str, torch.Tensor] = {}
         compiled: dict[tuple, Compiled] = {}  # requests that ask the same are compiled once
         built: dict[tuple, Spec] = {}
+        bos = self._engine.tokenizer.bos_token_id  # which transformers looks up anew each time, for 16 us
         for i, ids in enumerate(read.ids):
-            prompt = self.context(read, i)
+            prompt = self._context(read, i, bos)
             selectors = [one for edit in edits[i] for one in edit.selectors]
             text = (tuple(ids), id(read.messages[i])) if any(s.reads_text for s in selectors) else ()
             key = tuple(map(id, edits[i])), prompt.n, prompt.has_bos, text
@@ -141,7 +149,10 @@ def _check_lora(lora: Any) -> None:
 
 def has_bos(tokenizer: Any, ids: Sequence[int]) -> bool:
     """Whether a prompt begins with BOS."""
-    bos = tokenizer.bos_token_id  # which transformers looks up anew each time, for 16 us
+    return _begins_with(tokenizer.bos_token_id, ids)
+
+
+def _begins_with(bos: int | None, ids: Sequence[int]) -> bool:
     return bos is not None and ids[0] == bos
 
 

@@ -5,12 +5,13 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save
 
 from ..engine.shared import take
+from .container import Values, pack
 from .refusing import Refused
 from .running import uid_of
 
@@ -36,10 +37,9 @@ async def fetch(service: Service, tenant: str, handle: str, since: int) -> bytes
 
 def _file(service: Service, found: dict[str, Any]) -> bytes:
     note = json.loads(found["note"])
-    tensors = dict(_tensors(service, found["rows"], note["monitors"]))
     metadata = {"config": note["config"], "prompt_tokens": str(note["prompt_tokens"]), "monitors": json.dumps(note["monitors"]),
                 "running": str(bool(found["running"])).lower()}
-    return save(tensors, metadata)
+    return pack(_tensors(service, found["rows"], note["monitors"]), metadata)
 
 
 def known(tenant: str, handle: str) -> str:
@@ -49,15 +49,28 @@ def known(tenant: str, handle: str) -> str:
     return uid_of(tenant, handle)
 
 
-def _tensors(service: Service, rows: list[Any], labels: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(service: Service, rows: list[Any], labels: list[dict[str, Any]]) -> Iterator[tuple[str, Values]]:
     for kind, layer, before, place, shape, dtype, data in rows:
-        positions, values = take(place, torch.int64), take(data, _TYPES[dtype]).view(-1, *shape)
+        positions = Values("int64", [len(place) // 8], place)
         mine = [label for label in labels if (label["kind"], label["layer"], label["before"]) == (kind, layer, before)]
         for label in mine:
             name = f"monitor.{label['name']}.{label['index']}"
-            yield name, values[:, label["column"]].contiguous()
-            yield f"{name}.positions", positions.clone()
-        if not mine:  # beside monitors it comes as float32, which holds every number of a shorter type
-            name = f"{kind}.{layer}{'.before' if before else ''}"
-            yield name, values.to(service.dtype_of(kind))
+            column = take(data, _TYPES[dtype]).view(-1, *shape)[:, label["column"]]
+            yield name, Values(dtype, column.shape, _bytes(column))
             yield f"{name}.positions", positions
+        if not mine:
+            name = f"{kind}.{layer}{'.before' if before else ''}"
+            yield name, _as(service.dtype_of(kind), dtype, shape, data)
+            yield f"{name}.positions", positions
+
+
+def _as(wanted: torch.dtype, dtype: str, shape: list[int], data: bytes) -> Values:
+    """Rows in a point's own type: beside monitors they come as float32, which holds every number of a shorter type."""
+    name = str(wanted).removeprefix("torch.")
+    if name != dtype:
+        data = _bytes(take(data, _TYPES[dtype]).to(wanted))
+    return Values(name, [len(data) // (prod(shape) * wanted.itemsize), *shape], data)
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    return values.contiguous().view(torch.uint8).numpy().tobytes()

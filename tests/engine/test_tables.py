@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mia_lab.engine.config import Sizes
-from mia_lab.engine.tables import Line, Plan, Program, Shelf, Tables
+from mia_lab.engine.tables import FullError, Line, Plan, Program, Shelf, Tables
 from mia_lab.engine.wire import MAX_GATES, Term
 from mia_lab.errors import UnsupportedError
 from mia_lab.kernels import program as P
@@ -159,6 +161,27 @@ def test_used_entries_keep_their_places_apart_whatever_happens(steps: list[tuple
             with pytest.raises(RuntimeError, match="in use"):
                 shelf.take(key)
         assert all(owner[places[used]] == used for used in +uses)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "give", "evict"]), st.sampled_from("abcdef"), st.integers(1, 3)), max_size=80))
+@settings(deadline=None)
+def test_what_is_free_is_all_that_no_entry_holds_in_as_few_runs_as_can_be(steps: list[tuple[str, str, int]]) -> None:
+    shelf: Shelf[str] = Shelf(8, "places")
+    uses: Counter[str] = Counter()
+    for what, key, length in steps:
+        if what == "take":
+            with suppress(FullError):
+                shelf.take(key, length)
+                uses[key] += 1
+        elif what == "give" and uses[key]:
+            uses[key] -= 1
+            shelf.give(key)
+        elif what == "evict" and key in shelf.places and not uses[key]:
+            shelf.evict(key)
+        held = [place for start, n in shelf.places.values() for place in range(start, start + n)]
+        free = [place for start, n in shelf._free for place in range(start, start + n)]
+        assert sorted(held + free) == list(range(8))
+        assert all(start + n < after for (start, n), (after, _) in pairwise(shelf._free))
 
 
 # -- Tables -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import pickle
+from copy import copy, deepcopy
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
@@ -125,6 +127,36 @@ def test_a_request_carries_one_spec_or_none() -> None:
 
 def test_equal_bodies_share_one_spec() -> None:
     assert decode(encode("a", SPEC))[1] is decode(encode("b", SPEC))[1]
+
+
+def test_a_batch_whose_requests_differ_in_a_vector_is_decoded_once() -> None:
+    texts = [encode(f"r{i}", Spec((Term("add", "resid_post", 1, ((0, None),), write=f"{i:032x}"),))) for i in range(1000)]
+    found = [decode(text) for text in texts]
+    assert [(uid, spec.terms[0].write) for uid, spec in found] == [(f"r{i}", f"{i:032x}") for i in range(1000)]
+    assert all(decode(text)[1] is spec for text, (_, spec) in zip(texts, found, strict=True))
+
+
+def test_a_long_text_is_read_as_a_short_one_is() -> None:
+    spec = Spec((), tuple(Take("resid_post", layer, ((0, 4),)) for layer in range(1000)))
+    text = encode("r", spec)
+    assert len(text) > 1 << 14
+    assert decode(text) == ("r", spec)
+    with pytest.raises(ValueError, match="named twice"):
+        decode(text.replace('["resid_post",999,', '["resid_post",0,'))
+
+
+def test_terms_are_told_apart_by_their_fields_alone_whatever_was_worked_out_of_them() -> None:
+    term, fresh = replace(SPEC.terms[1]), replace(SPEC.terms[1])
+    assert term.bare == replace(term, spans=()) != term
+    assert term.bare is term.bare
+    assert term.bare.bare == term.bare
+    moved = replace(term, spans=((7, 8),))
+    assert (moved.bare, hash(moved.bare)) == (term.bare, hash(term.bare))
+    assert len({term, fresh, moved, replace(term, coeff=2.0)}) == 3
+    assert (term, hash(term), repr(term), astuple(term)) == (fresh, hash(fresh), repr(fresh), astuple(fresh))
+    for other in (copy(term), deepcopy(term), pickle.loads(pickle.dumps(term))):
+        assert not hasattr(other, "_hash")  # another process has other hashes
+        assert (other, hash(other), other.bare) == (term, hash(term), term.bare)
 
 
 @pytest.mark.parametrize(("uid", "spec"), [

@@ -84,13 +84,14 @@ class RemoteEngine(EngineLike):
             raise ServerError(f"{self._http.url} answered {method} with a text, where there are only bytes")
         return found
 
-    def sampling(self, params: Mapping[str, Any], wire: str) -> Sampled:
-        """One request's sampling parameters; PromptError for what the server would not take."""
+    def sampling(self, params: Mapping[str, Any], wires: Sequence[str]) -> list[Sampled]:
+        """The sampling parameters of requests that differ in their specs only; PromptError for what the server would not take."""
         given = {name: value for name, value in params.items() if value is not None}
         try:
-            return Sampled(sampling.checked(given, self._bounds), wire)
+            checked = sampling.checked(given, self._bounds)
         except ValueError as error:
             raise PromptError(f"these sampling arguments do not work: {error}") from None
+        return [Sampled(checked, wire) for wire in wires]
 
     def run(self, prompts: Sequence[list[int]], params: Sequence[Sampled], lora: Any = None) -> list[Output]:
         """Run token prompts as one batch. Interrupted, it ends on the server, too."""
