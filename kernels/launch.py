@@ -26,8 +26,10 @@ Constants = tuple[tuple[str, int | bool], ...]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A compiled kernel on its device: how Triton runs it, the driver's handle of it, its last parameters, and what a block of it takes."""
+    """A compiled kernel on its device, which is there as long as Triton's own: how that runs it, the driver's handle of it, its last
+    parameters, and what a block of it takes."""
 
+    kernel: Any
     run: Any
     function: int
     metadata: Any
@@ -100,7 +102,7 @@ def _load(kernel: Any, rows: int, d: int, tensors: Sequence[torch.Tensor], numbe
     made = kernel.warmup(*tensors, *numbers, grid=(rows,), **dict(constants), EARLY=EARLY, BLOCK=block, launch_pdl=EARLY, num_warps=warps,
                          **limit)
     run = made.run  # which loads it
-    return Loaded(run, made.function, made.packed_metadata, (*(value for _, value in constants), EARLY, block), 32 * warps,
+    return Loaded(made, run, made.function, made.packed_metadata, (*(value for _, value in constants), EARLY, block), 32 * warps,
                   made.metadata.shared)
 
 

@@ -130,6 +130,15 @@ def test_a_peer_runs_in_a_process_of_its_own_in_turn_with_native(pair: Pair) -> 
 
 
 @pytest.mark.full
+def test_each_direction_that_steers_makes_a_token_of_its_own(pair: Pair) -> None:
+    steering = Steering(pair.session, 40)
+    assert len(set(steering.tokens)) == 40 and steering.turns(20) == [*range(16), *range(4)]
+    last = torch.cat([steering.rows(i)[-1:] for i in range(40)])
+    assert pair.session.unembed(last).argmax(-1).tolist() == steering.tokens
+    assert not torch.equal(steering.rows(0), steering.rows(1)) and torch.equal(steering.rows(0)[:-1], steering.rows(1)[:-1])
+
+
+@pytest.mark.full
 def test_a_peer_that_did_not_do_what_is_timed_is_found_out(pair: Pair) -> None:
     steering = Steering(pair.session, 1)
     with pytest.raises(ProofError, match="was to say token"):

@@ -62,8 +62,10 @@ class Steering:
         ways = torch.randn(max(64, _CHOICE * edits), session.d_model, generator=draw)
         ways = ways / ways.norm(dim=1, keepdim=True) * scale
         best = session.unembed(ways).topk(2, dim=-1)
-        clear = (best.values[:, 0] - best.values[:, 1]).topk(edits).indices
-        self._far, self.tokens = ways[clear], best.indices[clear, 0].tolist()
+        clearest, said = (best.values[:, 0] - best.values[:, 1]).argsort(descending=True).tolist(), best.indices[:, 0].tolist()
+        first = {said[i]: i for i in reversed(clearest)}  # of those that make a token, the one that leaves the least doubt
+        chosen = sorted(clearest, key=lambda i: first[said[i]] != i)[:edits]  # each another token, as long as there are any
+        self._far, self.tokens = ways[chosen], [said[i] for i in chosen]
         self._small = torch.randn(session.n_layers, session.d_model, generator=draw) * 1e-3
 
     def one(self, i: int) -> list[Edit]:

@@ -70,14 +70,16 @@ class _Kept:
     whole: dict[int, list[_Rows]] = field(default_factory=dict)
     reduced: list[_Rows] = field(default_factory=list)
 
-    def entries(self) -> set[tuple[Entry, bool]]:
-        """Of which (site, before its edits) rows are held, and whether they were reduced."""
-        return {(entry, rows.reduced) for rows in (*(found[0] for found in self.whole.values()), *self.reduced) for entry in rows.cuts}
+    def entries(self) -> dict[Entry, int]:
+        """Of which (site, before its edits) rows are held, and to how many values they were reduced, or 0."""
+        every = (*(found[0] for found in self.whole.values()), *self.reduced)
+        return {entry: width * rows.reduced for rows in every for entry, (_, width) in rows.cuts.items()}
 
     def parts(self, since: int) -> list[_Rows]:
         """What holds the positions from `since` on; if that is all, the rows of each plan in one piece of memory."""
         if since:
-            return [rows for found in (*self.whole.values(), self.reduced) for rows in found if rows.positions.max() >= since]
+            every = [rows for found in (*self.whole.values(), self.reduced) for rows in found]
+            return [rows for rows in every if rows.summed or rows.positions.max() >= since]
         for plan, found in self.whole.items():
             if len(found) > 1:
                 self.whole[plan] = [replace(found[0], positions=np.concatenate([rows.positions for rows in found]),
@@ -195,8 +197,9 @@ class Courier:
         self._sort()
         held = self._held_of(uid)
         parts, orders = [rows for kept in held for rows in kept.parts(since)], {}
-        for entry, reduced in sorted({one for kept in held for one in kept.entries()}):
-            yield entry, reduced, *self._read(parts, entry, since, orders)
+        for entry, reduced in sorted(one for kept in held for one in kept.entries().items()):
+            positions, values = self._read(parts, entry, since, orders)
+            yield entry, bool(reduced), positions, values if len(positions) or not reduced else torch.empty(0, reduced)
 
     def _held_of(self, uid: str) -> list[_Kept]:
         held = [self._kept[claim] for claim in self._claims.numbers(uid) if claim in self._kept]

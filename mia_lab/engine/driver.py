@@ -22,9 +22,9 @@ def call(name: str, *args: Any) -> None:
 
 @cache
 def parameter_sizes(function: int) -> list[int]:
-    """Bytes of each parameter of a kernel, by the driver's handle of it."""
-    sizes, offset, size, ask = [], ctypes.c_size_t(), ctypes.c_size_t(), _library().cuFuncGetParamInfo
-    while ask(ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)) == 0:
+    """Bytes of each parameter of a kernel, by the driver's handle of it; none from a driver older than CUDA 12.4, which cannot tell."""
+    sizes, offset, size, ask = [], ctypes.c_size_t(), ctypes.c_size_t(), getattr(_library(), "cuFuncGetParamInfo", None)
+    while ask is not None and ask(ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)) == 0:
         sizes.append(size.value)
     return sizes
 

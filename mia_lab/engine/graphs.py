@@ -20,6 +20,7 @@ import torch
 from . import streams
 from .driver import call
 from .nodes import NORM, Tap, exchange, nodes_of, take_out, tap_of
+from .router import Router
 from .tables import Tables
 
 _VARIANTS = 8  # of one graph; a step that would need one more replays the whole graph
@@ -117,7 +118,7 @@ class TappedGraph(torch.cuda.CUDAGraph):
         return executable
 
 
-def install(runner: Any, tables: Tables, needs: Callable[[], Needs]) -> None:
+def install(runner: Any, tables: Tables, router: Router) -> None:
     """Let a runner capture graphs that leave out what a step does not need. Without NVIDIA's CUDA there are none."""
     if tables.device.type != "cuda" or torch.version.cuda is None:
         return
@@ -125,7 +126,8 @@ def install(runner: Any, tables: Tables, needs: Callable[[], Needs]) -> None:
     capture_model = runner.capture_model
 
     def capture(*args: Any, **kwargs: Any) -> Any:
-        with _graphs_made_by(partial(TappedGraph, sites, needs)):
+        router.wake()  # requests that warm vLLM up may have run before
+        with _graphs_made_by(partial(TappedGraph, sites, lambda: router.needs)):
             return capture_model(*args, **kwargs)
 
     runner.capture_model = capture

@@ -243,6 +243,12 @@ class Router:
             if self._serving:
                 self._tables.keep_awake(sites, edited)
 
+    def wake(self) -> None:
+        """Let every tap be launched, and edit, until requests are served: graphs are captured after all of that was launched once."""
+        everywhere = range(len(self._site))
+        self._serving = self._told = False
+        self._tables.keep_awake(everywhere, everywhere)
+
     def recover(self) -> None:
         """After a step that was broken off: take no row for granted, so that the next step writes them all."""
         self._batch, self._written = None, len(self._tables.rows)

@@ -173,10 +173,12 @@ class Spec:
 NOTHING = Spec()
 
 
-@lru_cache(maxsize=256)
 def shared(spec: Spec) -> Spec:
-    """The one that stands for all specs equal to it: comparing hundreds of points takes time, for each request."""
-    return spec
+    """The one that `decode` gives for all specs equal to it: comparing hundreds of points takes time, for each request.
+
+    ValueError where it would refuse this one.
+    """
+    return _read(_body(spec))
 
 
 def encode(uid: str, spec: Spec) -> str:
@@ -191,9 +193,12 @@ def encode(uid: str, spec: Spec) -> str:
 
 @lru_cache(maxsize=256)
 def _body(spec: Spec) -> str:
-    return json.dumps({"v": VERSION, "terms": [_sparse(t) for t in spec.terms], "takes": [astuple(t) for t in spec.takes],
+    """A spec's JSON. What cannot be read is not kept: an equal spec, of other types, may be right."""
+    body = json.dumps({"v": VERSION, "terms": [_sparse(t) for t in spec.terms], "takes": [astuple(t) for t in spec.takes],
                        "gates": [astuple(g) for g in spec.gates],
                        "reduce": None if spec.reduce is None else astuple(spec.reduce)}, separators=(",", ":"), allow_nan=False)
+    _read(body)
+    return body
 
 
 def _sparse(term: Term) -> dict:
@@ -206,7 +211,11 @@ def decode(text: str) -> tuple[str, Spec]:
     if not isinstance(text, str) or len(text) > MAX_BYTES:
         raise ValueError(f"a spec is a string of at most {MAX_BYTES} bytes")
     uid, _, body = text.partition(" ")
-    return _text(uid), (_parse_short if len(body) <= _SHORT else _parse_long)(body)
+    return _text(uid), _read(body)
+
+
+def _read(body: str) -> Spec:
+    return (_parse_short if len(body) <= _SHORT else _parse_long)(body)
 
 
 def _parse(body: str) -> Spec:
@@ -223,7 +232,7 @@ def _parse(body: str) -> Spec:
     except (KeyError, TypeError) as error:
         raise ValueError(f"the spec is malformed: {error!r}") from None
     _check(spec)
-    return shared(spec)
+    return spec
 
 
 # A request is decoded where it is made, where it comes in and where it runs, each time with all the others of its batch.

@@ -72,7 +72,7 @@ class Lab:
         object.__setattr__(config, "mia_courier", weakref.ref(self._courier))  # for the scheduler, where that is in this process
         self._adapter = adapter_for(runner)
         self._adapter.install(self._router, self._courier)
-        graphs.install(runner, self._tables, lambda: self._router.needs)
+        graphs.install(runner, self._tables, self._router)
         self._rows_at_once = max(1, lens.LOGIT_BYTES // (4 * config.model_config.get_vocab_size()))
 
     def _install_taps(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 import json
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -77,10 +78,8 @@ class Submitter:
         self._check_memory(read.ids, specs, most)
         room.check_lengths(min(len(prompt) + most, self._max_len) for prompt, spec in zip(read.ids, specs)
                            for _ in range(params.get("n") or 1) if spec.keeps_history)
-        try:
+        with _sendable():
             wired = [encode(uid, spec) if spec != NOTHING else "" for uid, spec in zip(uids, specs)]
-        except ValueError as error:
-            raise EditError(f"these edits or positions cannot be sent to the engine: {error}") from None
         sampling = self._sampling(params, wired)
         self._engine.register({**vectors, **matrices})
         return sampling, uids
@@ -116,7 +115,8 @@ class Submitter:
             one = key, id(takes[i]) if takes else 0
             if one not in built:
                 asked = Spec(tuple(compiled[key].terms), tuple(takes[i]) if takes else (), tuple(compiled[key].gates), reduce)
-                built[one] = shared(asked)
+                with _sendable():
+                    built[one] = shared(asked)
             specs.append(built[one])
         return specs, vectors
 
@@ -134,6 +134,15 @@ class Submitter:
         if wanted > room:
             raise PromptError(f"this capture would take {human_bytes(wanted)}, and there is room for {human_bytes(room)}; "
                               f"ask for fewer points, layers or positions, or run it in parts")
+
+
+@contextmanager
+def _sendable() -> Iterator[None]:
+    """EditError for what the wire has no words for."""
+    try:
+        yield
+    except ValueError as error:
+        raise EditError(f"these edits or positions cannot be sent to the engine: {error}") from None
 
 
 def _check_lora(lora: Any) -> None:

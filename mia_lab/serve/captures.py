@@ -73,4 +73,5 @@ def _as(wanted: torch.dtype, dtype: str, shape: list[int], data: bytes) -> Value
 
 
 def _bytes(values: torch.Tensor) -> bytes:
-    return values.contiguous().view(torch.uint8).numpy().tobytes()
+    # A column of one row counts as contiguous, with a stride that no view of bytes can have.
+    return values.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes()

@@ -211,5 +211,17 @@ def test_reduced_rows_have_a_shape_of_their_own() -> None:
     engine = Engine()
     engine.admit("r", Spec(takes=(Take(*SITES[0], ((0, None),)),), reduce=Reduce(k=2)))
     engine.step(("r", 4, 0))
-    (found,) = held_of(engine.courier, "r", 1, SITES, SHAPES)
-    assert (found[4], found[5], len(found[6])) == ([4], "float32", 3 * 4 * 4)  # two values and their places, of three rows
+    for since, rows in ((1, 3), (3, 1), (4, 0)):
+        (found,) = held_of(engine.courier, "r", since, SITES, SHAPES)
+        assert (found[4], found[5], len(found[6])) == ([4], "float32", rows * 4 * 4)  # two values and their places
+
+
+def test_a_mean_is_of_all_rows_wherever_one_reads_from() -> None:
+    engine = Engine()
+    engine.admit("r", Spec(takes=(Take(*SITES[0], ((0, None),)),), reduce=Reduce(mean=True)))
+    for batch in [("r", 4, 0), ("r", 1, 4), ("r", 1, 5)]:
+        engine.step(batch)
+    positions, values = engine.courier.rows("r", 0)
+    assert positions.tolist() == list(range(6)) and len(values) == 1
+    for since in (1, 5, 9):
+        assert torch.equal(engine.courier.rows("r", 0, since=since)[1], values)

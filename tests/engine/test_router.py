@@ -157,6 +157,20 @@ def test_taps_are_told_where_rows_are_edited_and_where_nothing_is_done() -> None
         assert (noted(tables, asleep), noted(tables, unedited)) == (sleeping, never), batch
 
 
+def test_all_taps_are_launched_again_while_graphs_are_captured() -> None:
+    tables, router = lab()
+    admit(router, {"r": None})  # vLLM may warm itself up by requests
+    route(router, [("r", 4, 0)])
+    assert noted(tables, asleep) == {0, 1, 2}
+    router.wake()
+    for _ in range(2):
+        router.neutralise()  # as before a dummy run
+        assert noted(tables, asleep) == noted(tables, unedited) == set()
+    admit(router, {"s": Spec(takes=(take(1),))})
+    route(router, [("s", 4, 0)])
+    assert noted(tables, asleep) == {0, 2} and noted(tables, unedited) == {0, 1, 2}
+
+
 def test_rows_left_by_a_larger_batch_are_made_neutral() -> None:
     _, router = lab()
     live = {"r": Request(Spec((steer(),)), 99), "plain": Request(None, 99)}

@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load, load_file, save
 
+from mia_lab.serve.captures import _tensors
 from mia_lab.serve.container import Values, pack
 
 DRAWN = torch.Generator().manual_seed(0)
@@ -16,6 +18,7 @@ TENSORS = {
     "monitor.calm.0": torch.randn(7, generator=DRAWN),
     "q.0": torch.randn(1, 2, 3, generator=DRAWN).half(), "none": torch.empty(0, 4), "\u00e9 \"quoted\"": torch.tensor([-(1 << 62)]),
 }
+SERVICE = SimpleNamespace(dtype_of=lambda kind: torch.bfloat16)
 METADATA = {"config": "abc", "monitors": "[]", "running": "false"}
 
 
@@ -52,3 +55,18 @@ def test_no_tensors_are_a_file_too() -> None:
 def test_a_type_without_a_name_in_the_format_is_an_error() -> None:
     with pytest.raises(KeyError):
         pack([("x", Values("float13", [1], b"x"))], {})
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 5])
+def test_each_number_of_a_monitor_is_a_column_of_its_rows(rows: int) -> None:
+    drawn, place = torch.randn(rows, 2, generator=DRAWN), torch.arange(3, 3 + rows)
+    labels = [dict(name="calm", index=i, kind="resid_post", layer=0, before=False, column=i) for i in range(2)]
+    given = ["resid_post", 0, False, place.numpy().tobytes(), [2], "float32", drawn.numpy().tobytes()]
+    found = load(pack(_tensors(SERVICE, [given], labels), {}))
+    assert same(found, {f"monitor.calm.{i}{end}": value for i in range(2) for end, value in (("", drawn[:, i]), (".positions", place))})
+
+
+def test_rows_beside_monitors_are_of_their_points_type_again() -> None:
+    drawn, place = torch.randn(3, 4, generator=DRAWN).bfloat16(), torch.arange(3)
+    given = ["z", 1, True, place.numpy().tobytes(), [2, 2], "float32", drawn.float().numpy().tobytes()]
+    assert same(load(pack(_tensors(SERVICE, [given], []), {})), {"z.1.before": drawn.view(3, 2, 2), "z.1.before.positions": place})
