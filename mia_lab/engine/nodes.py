@@ -73,7 +73,7 @@ def exchange(node: int, tap: Tap, other: Loaded, places: Sequence[int] | None = 
     """Let another kernel run at a tap's node, with the arguments at `places` of it, or all; and, behind these, Triton's own."""
     old, new = parameter_sizes(tap.params.function), parameter_sizes(other.function)
     places = range(len(old)) if places is None else [*places, *range(len(old) - len(new) + len(places), len(old))]
-    if not new or max(places, default=len(old)) >= len(old) or [old[at] for at in places] != new:
+    if not new or len(new) > len(old) or max(places) >= len(old) or [old[at] for at in places] != new:
         return  # a Triton that passes its parameters in another way: the node does what is asked as it is
     values = [ctypes.create_string_buffer(ctypes.string_at(tap.params.arguments[at], size), size) for at, size in zip(places, new)]
     params = _Params.from_buffer_copy(tap.params)

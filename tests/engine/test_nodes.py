@@ -44,7 +44,8 @@ def test_the_other_kernel_gets_its_own_arguments(places: tuple[int, ...] | None,
 
 
 @pytest.mark.parametrize(("old", "new", "places"), [(SIZES, [8, 4, 8], (0, 1)), ([], [], None), ([], [], (0, 2)), (SIZES, [], None),
-                                                    (SIZES[:2], [8, 8], (0, 4)), (SIZES, [*SIZES, 8], None), ([], [8], None)])
+                                                    (SIZES[:2], [8, 8], (0, 4)), (SIZES, [*SIZES, 8], None),
+                                                    ([], [8], None), (SIZES[:2], SIZES, (1,))])
 def test_a_kernel_with_other_parameters_leaves_the_node_as_it_is(old: list[int], new: list[int], places: tuple[int, ...] | None,
                                                                  told: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "parameter_sizes", lambda function: old if function == 3 else new)
