@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Generic, TypeVar
@@ -29,11 +29,11 @@ class FullError(RuntimeError):
 class Shelf(Generic[K]):
     """Runs of places for content-addressed entries: equal ones share, counted by use; idle ones stay until needed.
 
-    `places`: by entry, its first place and its length.
+    `places`: by entry, its first place and its length. `gone` is told of each entry that is evicted.
     """
 
-    def __init__(self, size: int, what: str) -> None:
-        self.size, self.what = size, what
+    def __init__(self, size: int, what: str, gone: Callable[[K], None] = lambda key: None) -> None:
+        self.size, self.what, self._gone = size, what, gone
         self.places: dict[K, tuple[int, int]] = {}
         self._uses: dict[K, int] = {}
         self._idle: dict[K, None] = {}  # in the order they fell idle
@@ -47,9 +47,8 @@ class Shelf(Generic[K]):
             return self.places[key][0], False
         start = self._find(length)
         while start is None:
-            if not self._idle:
+            if not self.evict_oldest():
                 raise FullError(f"all {self.size} {self.what} are in use")
-            self.evict(next(iter(self._idle)))
             start = self._find(length)
         self.places[key], self._uses[key] = (start, length), 1
         return start, True
@@ -81,6 +80,14 @@ class Shelf(Generic[K]):
             start, before = self._free.pop(at)
             length += before
         self._free.insert(at, (start, length))
+        self._gone(key)
+
+    def evict_oldest(self) -> bool:
+        """Forget the entry that has been idle longest; False where none is idle."""
+        for key in self._idle:
+            self.evict(key)
+            return True
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +151,7 @@ class Tables:
         self.arena = new((2 * self.half,), 0.0, dtype)
         self.measures = new((sizes.tokens, gates), 0.0, torch.float32)
         self.opens = new((sizes.requests, gates), 0, torch.int32)
-        self._programs: Shelf[Program] = Shelf(sizes.programs, "edit programs")
+        self._programs: Shelf[Program] = Shelf(sizes.programs, "edit programs", self._let_go)
         self._plans: Shelf[Plan] = Shelf(sizes.plans, "capture plans")
         self._clear()
         self.history: Shelf[str] = Shelf(sizes.biased_tokens, "places for keys and values under a bias")
@@ -202,11 +209,14 @@ class Tables:
         return place
 
     def _write(self, program: Program, place: int) -> None:
-        try:
-            self._try_to_write(program, place)
-        except FullError:  # it may be that what is free lies in pieces
-            self._pack(program)
-            self._try_to_write(program, place)
+        while True:
+            try:
+                return self._try_to_write(program, place)
+            except FullError:
+                if not self._programs.evict_oldest():
+                    break
+        self._pack(program)  # it may be that what is free lies in pieces
+        return self._try_to_write(program, place)
 
     def _pack(self, coming: Program) -> None:
         """Move the terms and vectors of all programs but one together. The device follows at `flush`, as for new ones."""
@@ -279,11 +289,14 @@ class Tables:
         self._arriving.clear()
 
     def give_program(self, program: Program) -> None:
-        """Drop one use of a program; its vectors fall idle with the last."""
-        if self._programs.give(program):
+        """Drop one use of a program. It stays written, with its vectors, until there is no room for another: requests for an edit that
+        is served come and go."""
+        self._programs.give(program)
+
+    def _let_go(self, program: Program) -> None:
+        if program in self._terms.places:
             self._terms.give(program)
             self._terms.evict(program)
-            self._programs.evict(program)
             self._give_vectors(sha for line in program for sha in (line.term.read, line.term.write) if sha)
 
     def _give_vectors(self, shas: Iterable[str]) -> None:

@@ -287,6 +287,26 @@ def test_equal_programs_share_a_place_and_equal_vectors_a_bank_row() -> None:
         t.take_program(adds((0, "b", 1.0)))
 
 
+def test_a_program_that_nobody_uses_is_found_again_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    t, program = tables(), adds((0, "a", 1.0), (1, "b", 2.0), (2, "a", 3.0))
+    place = t.take_program(program)
+    t.give_program(program)
+    t.forget("a")
+    monkeypatch.setattr(t, "_try_to_write", None)
+    assert t.take_program(program) == place and contents(t, place) == meant(program)
+
+
+def test_programs_that_nobody_uses_make_room_for_vectors_and_terms() -> None:
+    t = tables(bank_rows=3, terms=4)
+    first, second, kept = adds((0, "a", 1.0), (1, "b", 1.0)), adds((0, "c", 1.0)), adds((2, "c", 2.0))
+    places = {program: t.take_program(program) for program in (first, second, kept)}
+    t.give_program(first), t.give_program(second)
+    coming = adds((0, "d", 1.0), (1, "e", 1.0), (2, "c", 1.0))  # neither vectors nor terms have room beside the first
+    place = t.take_program(coming)
+    assert contents(t, place) == meant(coming) and contents(t, places[kept]) == meant(kept)
+    assert set(t._used) == {"c", "d", "e"} and first not in t._programs.places
+
+
 def test_programs_that_differ_in_a_level_do_not_share() -> None:
     t = tables()
     gated = Term("scale", "any", 0, (), gate=0)
