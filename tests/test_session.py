@@ -13,7 +13,6 @@ import torch
 
 import mia_lab as mia
 from mia_lab.analysis.fitting import METHODS
-from mia_lab.engine.wire import KEY
 from mia_lab.errors import ClosedError, EditError, MissingRowsError, PointError, PromptError, UnsupportedError
 
 pytestmark = pytest.mark.full
@@ -50,17 +49,6 @@ def test_sampling_is_seeded(session: mia.Session) -> None:
     assert session.generate([PROMPT] * 3, max_tokens=12, temperature=1.0, seed=[2, 1, 2]) == [other, first, other]
     with pytest.raises(PromptError, match="one for each of the 2 prompts; these are 3"):
         session.generate([PROMPT] * 2, max_tokens=12, temperature=1.0, seed=[2, 1, 2])
-
-
-def test_sampling_arguments_are_checked_once_and_each_request_has_its_own_parameters(session: mia.Session) -> None:
-    given = {"max_tokens": 2, "extra_args": {"other": 1}}
-    one, two, plain = session._engine.sampling(given, ["a", "b", ""])
-    assert [p.extra_args for p in (one, two, plain)] == [{"other": 1, KEY: "a"}, {"other": 1, KEY: "b"}, {"other": 1}]
-    one.max_tokens, plain.extra_args["more"] = 9, 2
-    assert (two.max_tokens, two.extra_args) == (2, {"other": 1, KEY: "b"})
-    assert given == {"max_tokens": 2, "extra_args": {"other": 1}}
-    with pytest.raises(PromptError, match="these sampling arguments do not work"):
-        session._engine.sampling({"temperature": -1.0}, ["a", "b"])
 
 
 def test_tokens_go_there_and_back(session: mia.Session) -> None:

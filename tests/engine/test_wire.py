@@ -7,7 +7,6 @@ from copy import copy, deepcopy
 from dataclasses import astuple, replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +27,6 @@ from mia_lab.engine.wire import (
     encode,
     of_request,
     segments,
-    shared,
 )
 
 READ, WRITE = "ab" * 16, "cd" * 16
@@ -398,19 +396,3 @@ def test_depth_follows_the_forward_pass() -> None:
     places = [{depth(Term("renorm", kind, layer, ())) for kind in group} for layer in (0, 1) for group in kinds]
     assert [len(place) for place in places] == [1] * 6
     assert sorted(places, key=min) == places
-
-
-def test_one_object_stands_for_equal_specs() -> None:
-    specs = [Spec(takes=(Take("resid_post", 1, ((0, 4),)),)) for _ in range(2)]
-    assert specs[0] is not specs[1] and shared(specs[0]) is shared(specs[1]) is decode(encode("u", specs[1]))[1] == specs[0]
-
-
-@pytest.mark.parametrize("wrong", [np.int64(4), True, 5.0])
-def test_a_spec_that_cannot_be_sent_does_not_stand_for_one_that_can(wrong: object) -> None:
-    bad, good = (Spec(takes=(Take("z", 77, ((0, end),)),)) for end in (wrong, int(wrong)))
-    assert bad == good
-    for call in (shared, lambda spec: encode("u", spec)):
-        with pytest.raises((TypeError, ValueError)):
-            call(bad)
-    assert shared(good) == good and type(shared(good).takes[0].spans[0][1]) is int
-    assert shared(bad) == good  # it is the good one now
