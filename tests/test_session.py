@@ -41,16 +41,6 @@ def test_one_prompt_gives_one_text_and_a_list_gives_a_list(session: mia.Session)
     assert session.completions(PROMPT, max_tokens=4).outputs[0].text == one
 
 
-def test_sampling_is_seeded(session: mia.Session) -> None:
-    first = session.generate(PROMPT, max_tokens=12, temperature=1.0, seed=1)
-    assert session.generate(PROMPT, max_tokens=12, temperature=1.0, seed=1) == first
-    other = session.generate(PROMPT, max_tokens=12, temperature=1.0, seed=2)
-    assert other != first
-    assert session.generate([PROMPT] * 3, max_tokens=12, temperature=1.0, seed=[2, 1, 2]) == [other, first, other]
-    with pytest.raises(PromptError, match="one for each of the 2 prompts; these are 3"):
-        session.generate([PROMPT] * 2, max_tokens=12, temperature=1.0, seed=[2, 1, 2])
-
-
 def test_tokens_go_there_and_back(session: mia.Session) -> None:
     tokens = session.to_tokens(["abc", "a"])
     assert tokens.shape == (2, 4)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import mia_lab as mia
-from mia_lab.engine.wire import KEY
-from mia_lab.errors import EditError, PromptError
+from mia_lab.errors import EditError
 
 pytestmark = pytest.mark.full
 
@@ -113,14 +112,3 @@ def test_heads_and_patterns_have_their_axes(open_tiny: Callable[..., Any]) -> No
     assert [bool(head.any()) for head in off] == [True, True, False, True]
     with pytest.raises(EditError, match="q can be captured but not edited"):
         session.generate(PROMPT, edits=mia.Scale(0.0, [1], "q"))
-
-
-def test_sampling_arguments_are_checked_once_and_each_request_has_its_own_parameters(session: mia.Session) -> None:
-    given = {"max_tokens": 2, "extra_args": {"other": 1}}
-    one, two, plain = session._engine.sampling(given, ["a", "b", ""])
-    assert [p.extra_args for p in (one, two, plain)] == [{"other": 1, KEY: "a"}, {"other": 1, KEY: "b"}, {"other": 1}]
-    one.max_tokens, plain.extra_args["more"] = 9, 2
-    assert (two.max_tokens, two.extra_args) == (2, {"other": 1, KEY: "b"})
-    assert given == {"max_tokens": 2, "extra_args": {"other": 1}}
-    with pytest.raises(PromptError, match="these sampling arguments do not work"):
-        session._engine.sampling({"temperature": -1.0}, ["a", "b"])

@@ -90,8 +90,8 @@ class Steering:
 def cases(session: Session, work: Work) -> list[Case]:
     """Return the cases for one engine and one kind of work."""
     steering = Steering(session, work.batch)
-    turns, several = steering.turns(work.batch), sorted(set(steering.turns(work.batch)))
-    one, whole = [steering.one(i) for i in range(work.batch)], [steering.every_layer(i) for i in several]
+    turns = steering.turns(work.batch)
+    one, whole = [steering.one(i) for i in range(work.batch)], [steering.every_layer(i) for i in sorted(set(turns))]
     last = [Point("resid_post", session.n_layers - 1)]
     every = [Point("resid_post", layer) for layer in range(session.n_layers)]
     said = [steering.tokens[i] for i in turns]
